@@ -1,0 +1,273 @@
+"""The one schema of every setting: names, types, limits, and which settings change a completion.
+
+Hydra composes these dataclasses from conf/, jobs/ and the command line; nothing else in the package
+knows Hydra. OmegaConf refuses `Literal` and unions, so closed lists are strings checked here, and a
+setting that takes a value or a list is `Any`, normalised in `__post_init__`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from batchrun.errors import ConfigError
+
+MODES = ("run", "plan", "preview")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+ATTENTION = ("auto", "torch")
+INPUT_FORMATS = ("parquet",)
+PROMPT_KINDS = ("chat", "completion")
+COMPRESSION = ("zstd", "snappy", "gzip", "lz4", "none")
+
+
+def setting(default: Any, help: str, *, identity: bool = False) -> Any:
+    """A config leaf. `identity` marks a setting that changes completions: it enters the fingerprint."""
+    metadata = {"help": help, "identity": identity}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def _choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{key}={value!r} is not one of {', '.join(allowed)}")
+
+
+def _range(key: str, value: float | None, low: float, high: float = math.inf) -> None:
+    if value is not None and not low <= value <= high:
+        limit = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
+        raise ConfigError(f"{key}={value} is out of range: it must be {limit}")
+
+
+def _strings(key: str, value: Any) -> list[str]:
+    """One string, a list of strings or null, as a list."""
+    if value is None:
+        return []
+    values = [value] if isinstance(value, str) else list(value)
+    for item in values:
+        if not isinstance(item, str) or not item:
+            raise ConfigError(f"{key}={value!r} must be a non-empty string or a list of them")
+    return values
+
+
+@dataclass
+class JobConfig:
+    """What `job=` selected."""
+
+    name: str = setting("", "name of the job, for messages and metrics")
+    description: str = setting("", "what the job does, in one line")
+
+
+@dataclass
+class ModelConfig:
+    """Which weights, and how they are loaded."""
+
+    path: str | None = setting(None, "local folder or hub id of a transformers model", identity=True)
+    revision: str | None = setting(None, "branch, tag or commit of a hub id", identity=True)
+    tokenizer: str | None = setting(None, "folder or hub id of another tokenizer", identity=True)
+    dtype: str = setting("auto", "auto, float32, bfloat16 or float16", identity=True)
+    device: str = setting("auto", "auto, cpu, cuda or cuda:N")
+    max_model_len: int | None = setting(
+        None, "longest prompt + completion in tokens; default: the model's", identity=True
+    )
+    trust_remote_code: bool = setting(False, "run Python code that comes with the checkpoint", identity=True)
+    allow_pickle: bool = setting(False, "load .bin weights too; they can run code when opened")
+
+    def __post_init__(self) -> None:
+        _choice("model.dtype", self.dtype, DTYPES)
+        _range("model.max_model_len", self.max_model_len, 2)
+
+
+@dataclass
+class EngineConfig:
+    """How tokens are computed: speed and memory only, never what a completion says."""
+
+    attention: str = setting("auto", "attention backend: auto or torch")
+    block_size: int = setting(32, "tokens in one page of the KV cache")
+    num_blocks: int | None = setting(None, "pages in the KV cache; default: from kv_cache_gib")
+    kv_cache_gib: float | None = setting(None, "memory for the KV cache in GiB; default: from the free memory")
+    max_num_seqs: int = setting(256, "most sequences running at once")
+    max_batched_tokens: int = setting(2048, "most tokens computed in one step")
+    prefix_caching: bool = setting(True, "reuse pages of prompts that begin alike")
+    num_threads: int | None = setting(None, "CPU threads; default: all cores given to the process")
+
+    def __post_init__(self) -> None:
+        _choice("engine.attention", self.attention, ATTENTION)
+        _range("engine.block_size", self.block_size, 1, 1024)
+        _range("engine.num_blocks", self.num_blocks, 2)
+        _range("engine.max_num_seqs", self.max_num_seqs, 1, 65536)
+        _range("engine.max_batched_tokens", self.max_batched_tokens, 1)
+        _range("engine.num_threads", self.num_threads, 1)
+        if self.kv_cache_gib is not None and self.kv_cache_gib <= 0:
+            raise ConfigError(f"engine.kv_cache_gib={self.kv_cache_gib} must be above 0")
+
+
+@dataclass
+class SamplingConfig:
+    """How the next token is chosen and when a row ends. Names follow vLLM and OpenAI."""
+
+    max_tokens: int = setting(128, "most tokens generated for a row", identity=True)
+    temperature: float = setting(0.0, "0 is greedy; higher is more random", identity=True)
+    top_p: float = setting(1.0, "sample from the smallest set with this much probability", identity=True)
+    top_k: int = setting(0, "sample from the k most likely tokens; 0 is all", identity=True)
+    seed: int = setting(0, "seed of the job; each row's own seed follows from it", identity=True)
+    stop: Any = setting(None, "a string or list of strings that end a completion; cut from the text", identity=True)
+    stop_token_ids: list[int] = setting([], "token ids that end a completion", identity=True)
+    ignore_eos: bool = setting(False, "go on after an end-of-sequence token", identity=True)
+    skip_special_tokens: bool = setting(True, "leave special tokens out of the text", identity=True)
+
+    def __post_init__(self) -> None:
+        _range("sampling.max_tokens", self.max_tokens, 1)
+        _range("sampling.temperature", self.temperature, 0)
+        _range("sampling.top_k", self.top_k, 0)
+        _range("sampling.seed", self.seed, 0, 2**63 - 1)
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"sampling.top_p={self.top_p} is out of range: it must be above 0 and at most 1")
+        if math.isnan(self.temperature) or math.isinf(self.temperature):
+            raise ConfigError(f"sampling.temperature={self.temperature} must be a finite number")
+        self.stop = _strings("sampling.stop", self.stop)
+
+
+@dataclass
+class PromptConfig:
+    """How a row becomes token ids: exactly one of template, template_file, messages, prompt_ids."""
+
+    kind: str = setting("chat", "chat: through the model's chat template; completion: the text as it is", identity=True)
+    template: str | None = setting(None, "Jinja2 template over the row's columns", identity=True)
+    template_file: str | None = setting(
+        None, "file with the template; looked up beside the job, then as a path", identity=True
+    )
+    messages: str | None = setting(None, "column with a list of {role, content}", identity=True)
+    prompt_ids: str | None = setting(None, "column with ready token ids", identity=True)
+    system: str | None = setting(None, "system prompt (a Jinja2 template too)", identity=True)
+    examples: list[dict[str, str]] = setting([], "few-shot examples: a list of {user, assistant}", identity=True)
+    prefill: str | None = setting(None, "text that the answer starts with (a Jinja2 template too)", identity=True)
+    chat_template: str | None = setting(None, "chat template text, or a file, in place of the model's", identity=True)
+    chat_template_kwargs: dict[str, Any] = setting({}, "extra variables for the chat template", identity=True)
+
+    def __post_init__(self) -> None:
+        _choice("prompt.kind", self.kind, PROMPT_KINDS)
+        given = [k for k in ("template", "template_file", "messages", "prompt_ids") if getattr(self, k) is not None]
+        if len(given) > 1:
+            raise ConfigError(
+                f"prompt.{' and prompt.'.join(given)} are both set: a prompt has one source; set the others to null"
+            )
+        for example in self.examples:
+            if set(example) != {"user", "assistant"}:
+                raise ConfigError(
+                    f"prompt.examples has {dict(example)}: each example needs the keys user and assistant, and no other"
+                )
+        if self.kind == "completion" and (self.system or self.examples or self.messages or self.chat_template):
+            raise ConfigError(
+                "prompt.kind=completion sends the text as it is: put system text and examples "
+                "in the template, or use prompt.kind=chat"
+            )
+
+
+@dataclass
+class InputConfig:
+    """Where rows come from."""
+
+    format: str = setting("parquet", "parquet")
+    path: Any = setting(None, "file, folder (searched to any depth), glob, or list of them", identity=False)
+    columns: Any = setting(None, "columns to read; default: all", identity=False)
+    limit: int | None = setting(None, "read this many rows at most, in input order", identity=True)
+
+    def __post_init__(self) -> None:
+        _choice("input.format", self.format, INPUT_FORMATS)
+        _range("input.limit", self.limit, 1)
+        self.path = _strings("input.path", self.path)
+        self.columns = _strings("input.columns", self.columns) or None
+
+
+@dataclass
+class OutputConfig:
+    """Where completions go, and how parts look."""
+
+    path: str | None = setting(None, "output folder")
+    chunk_rows: int = setting(1000, "input rows in one part: the unit of work and of commit", identity=True)
+    completion: str = setting("completion", "name of the column with the generated text", identity=True)
+    prefix: str = setting("", "put before the name of each column that batchrun adds", identity=True)
+    columns: Any = setting(None, "input columns to keep; default: all that were read", identity=True)
+    compression: str = setting("zstd", "zstd, snappy, gzip, lz4 or none")
+
+    def __post_init__(self) -> None:
+        _range("output.chunk_rows", self.chunk_rows, 1)
+        _choice("output.compression", self.compression, COMPRESSION)
+        if not self.completion:
+            raise ConfigError("output.completion is empty: name the column for the generated text")
+        self.columns = None if self.columns is None else _strings("output.columns", self.columns)
+
+
+@dataclass
+class LaunchConfig:
+    """Which share of the chunks this process takes: chunk i is done by worker i mod count."""
+
+    index: int = setting(0, "this worker's number, from 0")
+    count: int = setting(1, "number of workers")
+
+    def __post_init__(self) -> None:
+        _range("launch.count", self.count, 1)
+        _range("launch.index", self.index, 0, self.count - 1)
+
+
+@dataclass
+class ReportConfig:
+    """Progress and metrics."""
+
+    interval: float = setting(30.0, "seconds between progress lines when stderr is not a terminal")
+    metrics: bool = setting(True, "write per-row and per-step metrics as Parquet")
+
+    def __post_init__(self) -> None:
+        _range("report.interval", self.interval, 0.1)
+
+
+@dataclass
+class Config:
+    """A whole job."""
+
+    mode: str = setting("run", "run, plan or preview")
+    preview_rows: int = setting(3, "rows shown by mode=preview")
+    offline: bool = setting(False, "never ask the model hub; fail at once if a file is not local")
+    job: JobConfig = field(default_factory=JobConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    prompt: PromptConfig = field(default_factory=PromptConfig)
+    input: InputConfig = field(default_factory=InputConfig)
+    output: OutputConfig = field(default_factory=OutputConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
+
+    def __post_init__(self) -> None:
+        _choice("mode", self.mode, MODES)
+        _range("preview_rows", self.preview_rows, 1)
+
+
+def leaves(schema: type = Config, prefix: str = "") -> dict[str, dataclasses.Field[Any]]:
+    """Every setting by its dotted key, in the order of the schema."""
+    import typing
+
+    hints = typing.get_type_hints(schema)
+    found: dict[str, dataclasses.Field[Any]] = {}
+    for f in dataclasses.fields(schema):
+        key = f"{prefix}{f.name}"
+        if dataclasses.is_dataclass(hints[f.name]):
+            found |= leaves(hints[f.name], f"{key}.")
+        else:
+            found[key] = f
+    return found
+
+
+def lookup(config: Any, key: str) -> Any:
+    """The value of a dotted key."""
+    for name in key.split("."):
+        config = getattr(config, name)
+    return config
+
+
+def identity(config: Config) -> dict[str, Any]:
+    """The settings that change a completion, by dotted key, as plain values for JSON."""
+    return {key: lookup(config, key) for key, f in leaves().items() if f.metadata["identity"]}

@@ -1,0 +1,1 @@
+"""Attention over the paged KV cache: one interface, chosen by `engine.attention`."""

@@ -1,0 +1,57 @@
+"""What an attention backend must do, and what a model layer asks of it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from batchrun.engine.batch import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGeometry:
+    """Shape of one attention layer's KV, as seen in a dry forward: never read from the model's config,
+    because heads and sizes differ between layers in several families."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    source: int | None = None  # layer whose pages this one reads (KV-shared layers), else its own
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """K and V of one position: kv heads x (key dim + value dim) x element size."""
+        return 0 if self.source is not None else self.num_kv_heads * (self.key_dim + self.value_dim) * dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    """What a model layer passes beside q, k and v."""
+
+    layer: int
+    scale: float
+    window: int | None = None  # keys at distance < window are seen; None: all earlier keys
+    softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
+    sinks: torch.Tensor | None = None  # [query heads]: one more logit per head in the softmax, without a value
+
+
+class AttentionBackend(ABC):
+    """Owns the KV pages of all layers and attends over them where they lie."""
+
+    @abstractmethod
+    def __init__(
+        self, layers: list[LayerGeometry], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None: ...
+
+    @abstractmethod
+    def begin(self, batch: Batch) -> None:
+        """Prepare what all layers of this step share."""
+
+    @abstractmethod
+    def attend(self, call: LayerCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Write k [T, Hkv, Dk] and v [T, Hkv, Dv] to their pages, then attend with q [T, Hq, Dk].
+
+        Returns [T, Hq, Dv]. Query head h uses kv head h // (Hq // Hkv). A query at position p sees the
+        keys of its own row at positions <= p, and > p - window if there is a window.
+        """

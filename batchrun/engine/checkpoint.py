@@ -1,0 +1,151 @@
+"""Where a model's files are, and what they say of it without loading a weight."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from batchrun.config import ModelConfig
+from batchrun.errors import ConfigError
+
+SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.py", "tokenizer*"]
+WEIGHT_FILES = ["*.safetensors"]
+PICKLE_FILES = ["*.bin", "*.pt"]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model whose files are in a local folder."""
+
+    folder: Path
+    config: Any  # transformers.PretrainedConfig
+    model: ModelConfig
+
+    @property
+    def text_config(self) -> Any:
+        """The language part's config, of which multimodal models have one among several."""
+        return self.config.get_text_config(decoder=True)
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens in the longest prompt + completion. Raises ConfigError if more is asked than the model has."""
+        limit = _position_limit(self.text_config)
+        asked = self.model.max_model_len
+        if limit is None and asked is None:
+            raise ConfigError(f"{self.folder} does not say how long its sequences may be: set model.max_model_len")
+        if asked is not None and limit is not None and asked > limit:
+            raise ConfigError(f"model.max_model_len={asked} is more than the {limit} positions of {self.model.path}")
+        return int(asked or limit or 0)
+
+    def identity(self) -> str:
+        """sha256 over the small files' contents and the weight files' names and sizes."""
+        digest = hashlib.sha256()
+        for path in sorted(p for p in self.folder.iterdir() if p.is_file()):
+            digest.update(path.name.encode())
+            weights = path.suffix in (".safetensors", ".bin", ".pt", ".gguf")
+            digest.update(str(path.stat().st_size).encode() if weights else path.read_bytes())
+        return digest.hexdigest()
+
+
+def open_checkpoint(model: ModelConfig, *, weights: bool = True, offline: bool = False) -> Checkpoint:
+    """Find `model.path` as a folder, else on the hub, and read its config.
+
+    With `weights` false only configs and tokenizer files are fetched. Raises ConfigError if there is
+    no such folder and the hub cannot give it.
+    """
+    from transformers import AutoConfig
+
+    if not model.path:
+        raise ConfigError("no model is given: set model=FOLDER or model=ORGANISATION/NAME")
+    folder = local_folder(model.path, model.revision, model.allow_pickle, weights=weights, offline=offline)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model={model.path}: {folder} has no config.json, so it is not a transformers model folder")
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
+    except (ValueError, KeyError, OSError) as error:
+        raise ConfigError(f"model={model.path}: its config cannot be read: {error}") from error
+    checkpoint = Checkpoint(folder, config, model)
+    if weights and not model.allow_pickle and not list(folder.glob("*.safetensors")):
+        raise ConfigError(
+            f"model={model.path}: {folder} has no .safetensors weights; convert them, "
+            "or set model.allow_pickle=true if you trust the files (opening a .bin file can run code)"
+        )
+    return checkpoint
+
+
+def local_folder(name: str, revision: str | None, pickle: bool, *, weights: bool, offline: bool) -> Path:
+    """The folder of a local path, or of a hub id after fetching what is missing."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ConfigError(f"model={name} is not a folder with a transformers model")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    patterns = SMALL_FILES + (WEIGHT_FILES + (PICKLE_FILES if pickle else []) if weights else [])
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, local_files_only=offline))
+    except HFValidationError as error:
+        raise ConfigError(f"model={name} is neither a folder nor a hub id: {error}") from error
+    except HfHubHTTPError as error:
+        raise ConfigError(f"model={name}: the model hub refused it: {error}") from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        raise ConfigError(
+            f"model={name} is not a local folder, is not in the local hub cache, and the model hub cannot be reached. "
+            "Copy the model to a folder and set model=/path/to/folder"
+        ) from error
+
+
+def load_tokenizer(checkpoint: Checkpoint, *, offline: bool = False) -> Any:
+    """The tokenizer of the checkpoint, or of `model.tokenizer`."""
+    from transformers import AutoTokenizer
+
+    other = checkpoint.model.tokenizer
+    folder = local_folder(other, None, False, weights=False, offline=offline) if other else checkpoint.folder
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=checkpoint.model.trust_remote_code)
+    except (ValueError, KeyError, OSError, ImportError) as error:
+        raise ConfigError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
+
+
+def eos_token_ids(checkpoint: Checkpoint, tokenizer: Any) -> set[int]:
+    """Every id that ends a sequence: from generation_config, the model's config and the tokenizer.
+
+    Chat models often end a turn with a token that only one of the three names.
+    """
+    from transformers import GenerationConfig
+
+    values = [checkpoint.text_config.eos_token_id, getattr(tokenizer, "eos_token_id", None)]
+    if (checkpoint.folder / "generation_config.json").is_file():
+        values.append(GenerationConfig.from_pretrained(checkpoint.folder).eos_token_id)
+    ids: set[int] = set()
+    for value in values:
+        ids.update([value] if isinstance(value, int) else value or [])
+    return ids
+
+
+def _position_limit(config: Any) -> int | None:
+    """Positions the model was built for.
+
+    Dynamic rotary scalings recompute their frequencies from the longest sequence in the batch, so
+    results would depend on batch mates: below the original length they are constant, and there the
+    limit is put.
+    """
+    for name in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"):
+        limit = getattr(config, name, None)
+        if isinstance(limit, int):
+            break
+    else:
+        return None
+    rope = getattr(config, "rope_parameters", None) or {}
+    scalings = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    for scaling in scalings:
+        if scaling.get("rope_type") in ("dynamic", "longrope"):
+            original = scaling.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", None
+            )
+            limit = min(limit, original or limit)
+    return limit

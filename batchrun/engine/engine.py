@@ -1,0 +1,221 @@
+"""The engine: requests in, completions out, one step at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from batchrun.engine.batch import Batch
+from batchrun.engine.detokenizer import StopMatcher
+from batchrun.engine.kv_cache import BlockPool, block_hashes
+from batchrun.engine.model import PagedModel
+from batchrun.engine.params import Completion, Request
+from batchrun.engine.sampler import sample
+from batchrun.engine.scheduler import Scheduler
+from batchrun.engine.sequence import Sequence
+
+# How a row ended: (text if it differs from what its tokens decode to, what stopped it, finish reason).
+_End = tuple[str | None, str | int | None, str]
+
+
+@dataclass(slots=True)
+class StepStats:
+    """One step, for metrics."""
+
+    seconds: float
+    tokens: int  # query tokens computed
+    sampled: int  # rows that got a token
+    running: int
+    waiting: int
+    kv_used: float  # share of the KV blocks that are held
+    hit_rate: float  # share of all prompt tokens so far that were found in the cache
+    preemptions: int  # so far
+
+
+class Engine:
+    """Continuously refilled batches over one model. Not thread-safe."""
+
+    def __init__(
+        self,
+        model: PagedModel,
+        tokenizer: Any,
+        pool: BlockPool,
+        eos_ids: set[int],
+        max_model_len: int,
+        max_num_seqs: int,
+        max_batched_tokens: int,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.pool = pool
+        self.eos_ids = np.array(sorted(eos_ids), dtype=np.int64)
+        self.max_model_len = min(max_model_len, pool.num_blocks * pool.block_size)
+        # A step must have room for one token of every running row, or prompts could starve.
+        self.scheduler = Scheduler(pool, min(max_num_seqs, max_batched_tokens), max_batched_tokens)
+        self.last_step: StepStats | None = None
+        self._sequences: dict[Any, Sequence] = {}
+        self._matchers: dict[int, StopMatcher] = {}  # by slot, for rows with stop strings
+        self._refused: list[Completion] = []
+        self._num_added = 0
+
+    def add(self, request: Request) -> None:
+        """Queue a request. One that can never run comes back from the next step with finish_reason "error"."""
+        self._num_added += 1
+        ids = np.asarray(request.prompt_ids, dtype=np.int32)
+        refusal = self._refuse(request, ids)
+        if refusal:
+            self._refused.append(refusal)
+            return
+        caching = self.pool.prefix_caching
+        sequence = Sequence(
+            request=request,
+            seed=self._num_added if request.params.seed is None else request.params.seed,
+            token_ids=ids,
+            num_prompt=len(ids),
+            max_total=min(len(ids) + request.params.max_tokens, self.max_model_len),
+            digests=block_hashes(ids, self.pool.block_size) if caching else [],
+            arrived_at=time.perf_counter(),
+        )
+        self._sequences[request.key] = sequence
+        self.scheduler.add(sequence)
+
+    def abort(self, key: Any) -> None:
+        """Forget a request and free its blocks; an unknown or finished key is ignored."""
+        sequence = self._sequences.pop(key, None)
+        if sequence is not None:
+            self._matchers.pop(sequence.slot, None)
+            self.scheduler.abort(sequence)
+
+    @property
+    def room(self) -> int:
+        """Requests worth adding: enough wait so that no step runs short, and no more are held."""
+        return self.scheduler.slots.capacity - len(self.scheduler.waiting)
+
+    def has_work(self) -> bool:
+        return bool(self._refused) or self.scheduler.has_work()
+
+    def step(self) -> list[Completion]:
+        """Schedule, compute, sample, collect: the requests that this step finished."""
+        started = time.perf_counter()
+        batch = self.scheduler.schedule()
+        refused, self._refused = self._refused, []
+        if batch is None:
+            return refused
+        next_tokens = self._sample(batch, self.model.forward(batch))
+        self.scheduler.advance(batch, next_tokens)
+        finished = self._collect(batch.slots[batch.sampled], next_tokens)
+        self._note_step(batch, time.perf_counter() - started)
+        return refused + finished
+
+    def _sample(self, batch: Batch, logits: Any) -> np.ndarray:
+        slots, rows = self.scheduler.slots, batch.slots[batch.sampled]
+        if not len(rows):
+            return np.empty(0, dtype=np.int64)
+        return sample(
+            logits,
+            slots.temperature[rows],
+            slots.top_k[rows],
+            slots.top_p[rows],
+            slots.seed[rows],
+            slots.num_tokens[rows],
+        )
+
+    def _collect(self, rows: np.ndarray, next_tokens: np.ndarray) -> list[Completion]:
+        """Look for ends: vector operations for all rows, Python only for those that end or watch for stops."""
+        slots, now = self.scheduler.slots, time.perf_counter()
+        for slot in rows[slots.num_tokens[rows] == slots.num_prompt[rows] + 1]:
+            self._sequence(slot).first_token_at = now
+        at_eos = np.isin(next_tokens, self.eos_ids) & ~slots.ignore_eos[rows]
+        at_length = slots.num_tokens[rows] >= slots.max_total[rows]
+        finished = []
+        for i in np.flatnonzero(at_eos | at_length | slots.watched[rows]):
+            slot, token = int(rows[i]), int(next_tokens[i])
+            ended: _End | None = (None, token, "stop") if at_eos[i] else self._find_stop(slot, token)
+            if ended is None and at_length[i]:
+                ended = (None, None, "length")
+            if ended is not None:
+                finished.append(self._finish(slot, *ended))
+        return finished
+
+    def _find_stop(self, slot: int, token: int) -> _End | None:
+        """Whether the row's own stops end it with this token."""
+        params = self._sequence(slot).request.params
+        if token in params.stop_token_ids:
+            return None, token, "stop"
+        if not params.stop:
+            return None
+        if slot not in self._matchers:
+            self._matchers[slot] = StopMatcher(self.tokenizer, params.stop, params.skip_special_tokens)
+            generated = self.scheduler.slots.token_ids[slot, self._num_prompt(slot) : self._num_tokens(slot) - 1]
+            for earlier in generated:  # of a row that was preempted and came back
+                self._matchers[slot].add(int(earlier))
+        match = self._matchers[slot].add(token)
+        return None if match is None else (match[0], match[1], "stop")
+
+    def _finish(self, slot: int, text: str | None, stop_reason: str | int | None, finish_reason: str) -> Completion:
+        self._matchers.pop(slot, None)
+        sequence = self.scheduler.finish(slot)
+        request, now = sequence.request, time.perf_counter()
+        del self._sequences[request.key]
+        token_ids = [int(token) for token in sequence.token_ids[sequence.num_prompt :]]
+        if text is None:
+            shown = token_ids[:-1] if isinstance(stop_reason, int) else token_ids
+            text = self.tokenizer.decode(shown, skip_special_tokens=request.params.skip_special_tokens)
+        return Completion(
+            key=request.key,
+            text=text,
+            token_ids=token_ids,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            prompt_tokens=sequence.num_prompt,
+            cached_tokens=sequence.cached_tokens,
+            queue_s=sequence.admitted_at - sequence.arrived_at,
+            first_token_s=sequence.first_token_at - sequence.arrived_at,
+            total_s=now - sequence.arrived_at,
+        )
+
+    def _refuse(self, request: Request, ids: np.ndarray) -> Completion | None:
+        if len(ids) == 0:
+            kind, why = "empty_prompt", "the prompt has no tokens"
+        elif len(ids) >= self.max_model_len:
+            kind = "prompt_too_long"
+            why = f"the prompt has {len(ids)} tokens; with one generated token at most {self.max_model_len} fit"
+        elif request.key in self._sequences:
+            raise ValueError(f"request key {request.key!r} is already in the engine")
+        else:
+            return None
+        return Completion(request.key, "", [], "error", error_type=kind, error=why, prompt_tokens=len(ids))
+
+    def _note_step(self, batch: Batch, seconds: float) -> None:
+        scheduler = self.scheduler
+        self.last_step = StepStats(
+            seconds=seconds,
+            tokens=batch.num_tokens,
+            sampled=len(batch.sampled),
+            running=len(batch.slots),
+            waiting=len(scheduler.waiting),
+            kv_used=1 - self.pool.num_free / self.pool.num_blocks,
+            hit_rate=scheduler.cached_tokens / max(scheduler.prompt_tokens, 1),
+            preemptions=scheduler.num_preemptions,
+        )
+
+    def _sequence(self, slot: int) -> Sequence:
+        sequence = self.scheduler.slots.sequences[slot]
+        assert sequence is not None
+        return sequence
+
+    def _num_prompt(self, slot: int) -> int:
+        return int(self.scheduler.slots.num_prompt[slot])
+
+    def _num_tokens(self, slot: int) -> int:
+        return int(self.scheduler.slots.num_tokens[slot])
+
+
+def row_seed(seed: int, *identity: object) -> int:
+    """A row's own 63-bit seed from the job's seed and what identifies the row."""
+    text = "\x1f".join(map(str, (seed, *identity)))
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest(), "little") >> 1

@@ -1,0 +1,90 @@
+"""Our attention inside transformers' models.
+
+`AttentionInterface.register` makes a function callable by name from every model that supports attention
+backends. Models call it with the flattened batch as one row; what belongs to the step reaches it through
+a module-level context rather than keyword arguments, because not every model passes those on. No mask
+function is registered under the name, which makes transformers build no mask at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+
+from batchrun.engine.attention.base import LayerCall
+
+NAME = "batchrun_paged"
+_ABSENT: Any = object()
+
+Attend = Callable[[LayerCall, torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
+
+
+@dataclass(slots=True)
+class ForwardContext:
+    """One forward pass: who attends, and what the model did."""
+
+    attend: Attend
+    calls: int = 0  # layers that have called so far; the next call is this layer
+    masked: bool = False  # whether a layer came with a mask of its own
+
+
+_context: ForwardContext | None = None
+
+
+@contextmanager
+def forward_context(attend: Attend) -> Iterator[ForwardContext]:
+    """Let the model's attention layers call `attend(call, q, k, v, module)`; not reentrant."""
+    global _context  # noqa: PLW0603 - models call the registered function with nothing of ours at hand
+    _context = ForwardContext(attend)
+    try:
+        yield _context
+    finally:
+        _context = None
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = _ABSENT,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention contract: q [1, Hq, T, Dk], k [1, Hkv, T, Dk], v [1, Hkv, T, Dv] -> [1, T, Hq, Dv]."""
+    context = _context
+    if context is None:
+        raise RuntimeError(f"attention {NAME!r} was called outside of a batchrun forward pass")
+    call = LayerCall(
+        layer=context.calls,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=_layer_window(module) if sliding_window is _ABSENT else sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    context.calls += 1
+    context.masked |= attention_mask is not None
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return context.attend(call, q, k, v, module)[None], None
+
+
+def _layer_window(module: torch.nn.Module) -> int | None:
+    """The window of a layer whose model passes none. A passed None means full attention and is kept:
+    some models hold a window attribute on their full-attention layers too."""
+    config: Any = module.config
+    layer_types = getattr(config, "layer_types", None)
+    index = getattr(module, "layer_idx", None)
+    if layer_types is None or index is None:
+        return None
+    return config.sliding_window if layer_types[index] == "sliding_attention" else None
+
+
+AttentionInterface.register(NAME, paged_attention)

@@ -1,0 +1,135 @@
+"""A transformers causal language model that reads and writes paged KV."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import Any
+
+import torch
+
+from batchrun.engine import hook
+from batchrun.engine.attention.base import AttentionBackend, LayerCall, LayerGeometry
+from batchrun.engine.batch import Batch
+from batchrun.engine.checkpoint import Checkpoint
+from batchrun.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+class UnsupportedModel(ConfigError):
+    """A model that our attention cannot serve; the message says why."""
+
+
+class PagedModel:
+    """`forward(batch)` gives logits; `backend` must be set before the first call."""
+
+    def __init__(self, module: Any) -> None:
+        self.module: Any = module.eval().requires_grad_(False)
+        self.device: torch.device = next(module.parameters()).device
+        self.dtype: torch.dtype = next(module.parameters()).dtype
+        self.backend: AttentionBackend | None = None
+        self._keeps_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
+        self.layers = self._probe()
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Compute a step: KV to the pages, and float32 logits [K, vocabulary] of the rows that sample."""
+        backend = self.backend
+        assert backend is not None
+        backend.begin(batch)
+        with hook.forward_context(lambda call, q, k, v, _: backend.attend(call, q, k, v)):
+            return self._run(batch.token_ids, batch.positions, batch.logits_index).float()
+
+    def _run(self, token_ids: Any, positions: Any, logits_index: Any) -> torch.Tensor:
+        ids, places, index = (torch.as_tensor(x, device=self.device) for x in (token_ids, positions, logits_index))
+        # An index tensor, never an int: with an int some models drop tokens inside their layers.
+        keep = {"logits_to_keep": index} if self._keeps_logits else {}
+        logits = self.module(
+            input_ids=ids[None], position_ids=places[None], attention_mask=None, use_cache=False, **keep
+        ).logits[0]
+        return logits if keep else logits[index]
+
+    @torch.inference_mode()
+    def _probe(self) -> list[LayerGeometry]:
+        """A dry forward over four tokens: the shape of each attention layer's KV.
+
+        Raises UnsupportedModel if the layers that attend are not the layers that there are.
+        """
+        geometry: list[LayerGeometry] = []
+
+        def attend(call: LayerCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, module: Any) -> torch.Tensor:
+            source = module.kv_shared_layer_index if getattr(module, "is_kv_shared_layer", False) else None
+            geometry.append(LayerGeometry(k.shape[1], k.shape[2], v.shape[2], source))
+            return q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
+
+        tokens = torch.arange(4)
+        config = self.module.config
+        with hook.forward_context(attend) as context:
+            self._run(tokens, tokens, tokens[-1:])
+        count = config.get_text_config(decoder=True).num_hidden_layers
+        if context.calls != count:
+            raise UnsupportedModel(
+                f"{config.model_type}: {context.calls} of its {count} layers attend through a backend; the others "
+                "keep a state (linear attention, convolution, ...) or use attention code of their own"
+            )
+        if context.masked:
+            raise UnsupportedModel(f"{config.model_type}: its attention needs a mask that depends on the data")
+        return geometry
+
+    def bytes_per_token(self) -> int:
+        """KV bytes of one token position over all layers."""
+        return sum(layer.bytes_per_token(self.dtype) for layer in self.layers)
+
+
+def load_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> PagedModel:
+    """Load the weights and hook the paged attention in.
+
+    Raises UnsupportedModel for families whose attention cannot be replaced.
+    """
+    from transformers import AutoModelForCausalLM
+
+    options = checkpoint.model
+    try:
+        module = AutoModelForCausalLM.from_pretrained(
+            checkpoint.folder,
+            dtype=dtype,
+            attn_implementation=hook.NAME,
+            trust_remote_code=options.trust_remote_code,
+            use_safetensors=None if options.allow_pickle else True,
+        )
+    except ValueError as error:
+        raise UnsupportedModel(f"model={options.path}: {error}") from error
+    return PagedModel(module.to(device))
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` is the first GPU, else the CPU. Raises ConfigError for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"model.device={name!r} is not a device: use auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"model.device={name} is not there: {torch.cuda.device_count()} CUDA devices are visible")
+    return device
+
+
+def choose_dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+    """`auto` is the checkpoint's type; on a CPU float16 becomes float32, and bfloat16 too where the
+    processor has no instructions for it, since emulating either is slower than float32."""
+    if name != "auto":
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    stored = getattr(checkpoint.text_config, "dtype", None) or getattr(checkpoint.config, "dtype", None)
+    dtype = stored if isinstance(stored, torch.dtype) else torch.float32
+    if device.type == "cpu" and (dtype == torch.float16 or (dtype == torch.bfloat16 and not _cpu_has_bfloat16())):
+        log.info("the checkpoint is %s; computing in float32 on this CPU", dtype)
+        return torch.float32
+    return dtype
+
+
+def _cpu_has_bfloat16() -> bool:
+    capability = torch.backends.cpu.get_cpu_capability()
+    return capability.startswith("AVX512") and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -1,0 +1,68 @@
+"""What goes into the engine and what comes out: sampling parameters, a request, a completion. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request is sampled and when it ends. Names and meanings follow vLLM and OpenAI.
+
+    Raises ValueError naming the value and its limit.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 is all
+    seed: int | None = None  # None: the engine derives one from the request's number
+    stop: tuple[str, ...] = ()  # strings that end the text; cut from it
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or a finite number above it")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
+        if self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k} must be at least 0 (0 is all)")
+        if any(not s for s in stop):
+            raise ValueError(f"stop={stop!r} holds an empty string")
+
+
+@dataclass(slots=True)
+class Request:
+    """One prompt to complete."""
+
+    key: Hashable  # the caller's own name for it, handed back with the completion
+    prompt_ids: Sequence[int] | np.ndarray
+    params: SamplingParams = field(default_factory=SamplingParams)
+
+
+@dataclass(slots=True)
+class Completion:
+    """What became of a request. Times are seconds since the request entered the engine."""
+
+    key: Hashable
+    text: str
+    token_ids: list[int]
+    finish_reason: str  # stop | length | error | abort
+    stop_reason: str | int | None = None  # the stop string or token id that ended it
+    error_type: str | None = None
+    error: str | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # prompt tokens whose KV was found in the cache
+    queue_s: float = 0.0
+    first_token_s: float = 0.0
+    total_s: float = 0.0

@@ -1,0 +1,190 @@
+"""Who runs next: admission, chunked prefill under a token budget, preemption. numpy only.
+
+Each step computes at most `max_batched_tokens` tokens: one for every running row that decodes, the
+rest for prompts, cut wherever the budget ends. A waiting row is admitted while the blocks that the
+running rows are expected to need still fit (see estimate.py); when the guess was wrong the youngest
+row is preempted, its blocks freed, and it is computed again later from what the cache still holds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+
+import numpy as np
+
+from batchrun.engine.batch import Batch, make_batch
+from batchrun.engine.estimate import LengthEstimate
+from batchrun.engine.kv_cache import ROOT, BlockPool, block_hashes
+from batchrun.engine.sequence import Sequence
+from batchrun.engine.slots import Slots
+
+
+class Scheduler:
+    def __init__(self, pool: BlockPool, max_num_seqs: int, max_batched_tokens: int) -> None:
+        self.pool = pool
+        self.slots = Slots(max_num_seqs, pool.block_size)
+        self.max_batched_tokens = max_batched_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.estimate = LengthEstimate()
+        self.num_preemptions = 0
+        self.prompt_tokens = 0  # of all admitted prompts
+        self.cached_tokens = 0  # of these, found in the cache
+        self._computing: Counter[bytes] = Counter()  # prefixes that a running row is about to compute
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence. Its `max_total` tokens must fit in the pool alone."""
+        assert sequence.max_total <= self.pool.num_blocks * self.pool.block_size
+        self.waiting.append(sequence)
+
+    def has_work(self) -> bool:
+        return bool(self.waiting) or self.slots.num_running > 0
+
+    def schedule(self) -> Batch | None:
+        """The next step, or None if nothing can run because nothing is there."""
+        rows, query_lens = self._continue_running()
+        rows, query_lens = self._grow_blocks(rows, query_lens)
+        if not self._preempted:
+            admitted = list(self._admit(self.max_batched_tokens - int(query_lens.sum())))
+            rows = np.concatenate([rows, np.array([slot for slot, _ in admitted], dtype=np.int64)])
+            query_lens = np.concatenate([query_lens, np.array([n for _, n in admitted], dtype=np.int64)])
+        return make_batch(self.slots, rows, query_lens) if len(rows) else None
+
+    def advance(self, batch: Batch, next_tokens: np.ndarray) -> None:
+        """Record a computed step: KV positions, full blocks, and one new token (int64 [K]) per sampled row."""
+        slots, size = self.slots, self.pool.block_size
+        before = slots.num_computed[batch.slots]
+        slots.num_computed[batch.slots] = batch.seq_lens
+        filled = batch.seq_lens // size > before // size if self.pool.prefix_caching else ()
+        for i in np.flatnonzero(filled):
+            self._register_blocks(int(batch.slots[i]), int(before[i]) // size, int(batch.seq_lens[i]) // size)
+        sampled = batch.slots[batch.sampled]
+        slots.token_ids[sampled, slots.num_tokens[sampled]] = next_tokens
+        slots.num_tokens[sampled] += 1
+
+    def finish(self, slot: int) -> Sequence:
+        """Take a sequence out and free its blocks, which stay findable as prefixes."""
+        generated = int(self.slots.num_tokens[slot] - self.slots.num_prompt[slot])
+        allowed = int(self.slots.max_total[slot] - self.slots.num_prompt[slot])
+        self.estimate.observe(generated, allowed)
+        return self._remove(slot)
+
+    def abort(self, sequence: Sequence) -> None:
+        """Forget a sequence, waiting or running."""
+        if sequence.slot >= 0:
+            self._remove(sequence.slot)
+        else:
+            self.waiting.remove(sequence)
+
+    def _continue_running(self) -> tuple[np.ndarray, np.ndarray]:
+        """Rows that go on and their query lengths: decodes first, then prompts in order of admission."""
+        self._preempted = False
+        rows = self.slots.order
+        query_lens = self.slots.num_tokens[rows] - self.slots.num_computed[rows]
+        turn = np.argsort(query_lens > 1, kind="stable")
+        room = self.max_batched_tokens - np.cumsum(query_lens[turn]) + query_lens[turn]
+        granted = np.empty_like(query_lens)
+        granted[turn] = np.clip(room, 0, query_lens[turn])
+        return rows[granted > 0], granted[granted > 0]
+
+    def _grow_blocks(self, rows: np.ndarray, query_lens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Give each row the blocks its query tokens need, preempting the youngest rows if there are too few."""
+        slots, size = self.slots, self.pool.block_size
+        missing = -(-(slots.num_computed[rows] + query_lens) // size) - slots.num_blocks[rows]
+        while missing.sum() > self.pool.num_free:
+            victim = int(slots.order[-1])
+            self._preempt(victim)
+            stays = rows != victim
+            rows, query_lens, missing = rows[stays], query_lens[stays], missing[stays]
+        for i in np.flatnonzero(missing > 0):
+            slots.append_blocks(int(rows[i]), self.pool.allocate(int(missing[i])))
+        return rows, query_lens
+
+    def _preempt(self, slot: int) -> None:
+        self.waiting.appendleft(self._remove(slot))
+        self.estimate.raise_after_preemption()
+        self.num_preemptions += 1
+        self._preempted = True
+
+    def _admit(self, budget: int) -> Iterator[tuple[int, int]]:
+        """Move waiting sequences into slots; yields (slot, query length). Looks only at the queue's head,
+        so the cost does not depend on how many wait."""
+        expected = self._expected_blocks() if self.waiting else 0
+        while self.waiting and budget > 0 and self.slots.num_free:
+            sequence = self.waiting[0]
+            cached = self._cached_blocks(sequence)
+            if self._is_being_computed(sequence, len(cached)):
+                break  # one step later the prefix can be shared instead of computed twice
+            total = self._blocks_for(len(sequence.token_ids), sequence.num_prompt, sequence.max_total)
+            own = total - len(cached)
+            free = self.pool.num_free - self.pool.count_free(cached)
+            start = len(cached) * self.pool.block_size
+            query_len = min(budget, len(sequence.token_ids) - start)
+            now = -(-(start + query_len) // self.pool.block_size) - len(cached)
+            # Alone in the engine a sequence always starts: add() made sure that it fits.
+            if expected + own > free and (self.slots.num_running or now > free):
+                break
+            self.waiting.popleft()
+            self.pool.hold(cached)
+            slot = self.slots.put(sequence, cached + self.pool.allocate(now), start)
+            self._note_admission(sequence, start)
+            expected += own - now
+            budget -= query_len
+            yield slot, query_len
+
+    def _note_admission(self, sequence: Sequence, start: int) -> None:
+        sequence.pending = sequence.digests[start // self.pool.block_size :] if self.pool.prefix_caching else []
+        self._computing.update(sequence.pending)
+        if sequence.cached_tokens < 0:
+            sequence.admitted_at = time.perf_counter()
+            sequence.cached_tokens = start
+            self.cached_tokens += start
+            self.prompt_tokens += sequence.num_prompt
+
+    def _cached_blocks(self, sequence: Sequence) -> list[int]:
+        """Blocks that already hold the head of the sequence, short of its last token, which must be computed."""
+        usable = (len(sequence.token_ids) - 1) // self.pool.block_size
+        return self.pool.match(sequence.digests[:usable])
+
+    def _is_being_computed(self, sequence: Sequence, num_cached: int) -> bool:
+        usable = (len(sequence.token_ids) - 1) // self.pool.block_size
+        return num_cached < min(usable, len(sequence.digests)) and sequence.digests[num_cached] in self._computing
+
+    def _expected_blocks(self) -> int:
+        """Blocks that the running rows are still expected to ask for."""
+        slots = self.slots
+        rows = slots.order
+        total = self._blocks_for(slots.num_tokens[rows], slots.num_prompt[rows], slots.max_total[rows])
+        return int(np.maximum(total - slots.num_blocks[rows], 0).sum())
+
+    def _blocks_for(self, num_tokens, num_prompt, max_total):  # type: ignore[no-untyped-def]
+        """Blocks at the expected end of a sequence; int or int64 [n] alike. The last token is never written."""
+        expected = num_prompt + np.ceil(self.estimate.share * (max_total - num_prompt)).astype(np.int64)
+        return -(-np.maximum(num_tokens, expected - 1) // self.pool.block_size)
+
+    def _register_blocks(self, slot: int, first: int, last: int) -> None:
+        """Name the blocks [first, last) of a row, which this step has filled."""
+        sequence = self.slots.sequences[slot]
+        assert sequence is not None
+        size, digests = self.pool.block_size, sequence.digests
+        if len(digests) < last:
+            tail = self.slots.token_ids[slot, len(digests) * size : last * size]
+            digests += block_hashes(tail, size, digests[-1] if digests else ROOT)
+        for index in range(first, last):
+            self.pool.register(int(self.slots.block_tables[slot, index]), digests[index])
+        self._settle(sequence, last - first)
+
+    def _settle(self, sequence: Sequence, count: int) -> None:
+        """The next `count` pending prefixes of the sequence are computed, or never will be."""
+        for digest in sequence.pending[:count]:
+            self._computing[digest] -= 1
+            if not self._computing[digest]:
+                del self._computing[digest]
+        del sequence.pending[:count]
+
+    def _remove(self, slot: int) -> Sequence:
+        sequence, blocks = self.slots.take(slot)
+        self._settle(sequence, len(sequence.pending))
+        self.pool.release(blocks)
+        return sequence

@@ -1,0 +1,27 @@
+"""One request on its way through the engine, apart from what the running slots hold for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from batchrun.engine.params import Request
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Token ids are kept here while the sequence waits, in its slot while it runs."""
+
+    request: Request
+    seed: int  # of the sampling noise
+    token_ids: np.ndarray  # int32 [n]: the prompt, then what was generated before a preemption
+    num_prompt: int
+    max_total: int  # prompt + completion tokens at most
+    digests: list[bytes]  # of the full blocks of token_ids known so far
+    arrived_at: float  # seconds, time.perf_counter
+    slot: int = -1  # -1: waiting
+    cached_tokens: int = -1  # prompt tokens found in the cache when first admitted; -1: not yet admitted
+    admitted_at: float = 0.0
+    first_token_at: float = 0.0
+    pending: list[bytes] = field(default_factory=list)  # digests this sequence is about to compute

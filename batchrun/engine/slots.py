@@ -1,0 +1,93 @@
+"""State of the running sequences, in numpy arrays that live from step to step.
+
+A slot is a row of every array. Nothing here is per waiting request, and in the steady state (every
+row decodes one token inside its last block) a step touches these arrays with vector operations only.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from batchrun.engine.sequence import Sequence
+
+
+class Slots:
+    """`capacity` slots; `order` lists the used ones, oldest admission first."""
+
+    def __init__(self, capacity: int, block_size: int) -> None:
+        self.capacity = capacity
+        self.block_size = block_size
+        self.sequences: list[Sequence | None] = [None] * capacity
+        self.order = np.empty(0, dtype=np.int64)
+        self._free = list(range(capacity - 1, -1, -1))
+        self.token_ids = np.zeros((capacity, 4 * block_size), dtype=np.int32)
+        self.block_tables = np.zeros((capacity, 4), dtype=np.int32)
+        self.num_tokens = np.zeros(capacity, dtype=np.int64)
+        self.num_computed = np.zeros(capacity, dtype=np.int64)  # positions whose KV is in the cache
+        self.num_blocks = np.zeros(capacity, dtype=np.int64)
+        self.num_prompt = np.zeros(capacity, dtype=np.int64)
+        self.max_total = np.zeros(capacity, dtype=np.int64)
+        self.temperature = np.zeros(capacity, dtype=np.float32)
+        self.top_p = np.ones(capacity, dtype=np.float32)
+        self.top_k = np.zeros(capacity, dtype=np.int64)
+        self.seed = np.zeros(capacity, dtype=np.int64)
+        self.ignore_eos = np.zeros(capacity, dtype=bool)
+        self.watched = np.zeros(capacity, dtype=bool)  # has stop strings or stop token ids of its own
+
+    @property
+    def num_running(self) -> int:
+        return len(self.order)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def put(self, sequence: Sequence, blocks: list[int], num_computed: int) -> int:
+        """Start `sequence` in a free slot, with KV blocks that hold its first `num_computed` positions."""
+        slot = self._free.pop()
+        self._widen(sequence.max_total)
+        params = sequence.request.params
+        count = len(sequence.token_ids)
+        self.sequences[slot], sequence.slot = sequence, slot
+        self.order = np.append(self.order, slot)
+        self.token_ids[slot, :count] = sequence.token_ids
+        self.block_tables[slot, : len(blocks)] = blocks
+        self.num_tokens[slot], self.num_computed[slot], self.num_blocks[slot] = count, num_computed, len(blocks)
+        self.num_prompt[slot], self.max_total[slot] = sequence.num_prompt, sequence.max_total
+        self.temperature[slot], self.top_p[slot], self.top_k[slot] = params.temperature, params.top_p, params.top_k
+        self.seed[slot], self.ignore_eos[slot] = sequence.seed, params.ignore_eos
+        self.watched[slot] = bool(params.stop or params.stop_token_ids)
+        return slot
+
+    def take(self, slot: int) -> tuple[Sequence, list[int]]:
+        """Empty a slot: its sequence, with token ids brought up to date, and its blocks."""
+        sequence = self.sequences[slot]
+        assert sequence is not None
+        blocks = self.blocks(slot)
+        sequence.token_ids = self.token_ids[slot, : self.num_tokens[slot]].copy()
+        sequence.slot, self.sequences[slot] = -1, None
+        self.order = self.order[self.order != slot]
+        self._free.append(slot)
+        return sequence, blocks
+
+    def blocks(self, slot: int) -> list[int]:
+        return [int(block) for block in self.block_tables[slot, : self.num_blocks[slot]]]
+
+    def append_blocks(self, slot: int, blocks: list[int]) -> None:
+        held = self.num_blocks[slot]
+        self.block_tables[slot, held : held + len(blocks)] = blocks
+        self.num_blocks[slot] += len(blocks)
+
+    def _widen(self, tokens: int) -> None:
+        """Grow the token and block columns to hold `tokens` positions. They start narrow because
+        capacity times the longest possible sequence can be far more memory than a job ever uses."""
+        if tokens > self.token_ids.shape[1]:
+            width = max(tokens, 2 * self.token_ids.shape[1])
+            self.token_ids = _columns(self.token_ids, width)
+            self.block_tables = _columns(self.block_tables, -(-width // self.block_size))
+
+
+def _columns(array: np.ndarray, width: int) -> np.ndarray:
+    wider = np.zeros((array.shape[0], width), dtype=array.dtype)
+    wider[:, : array.shape[1]] = array
+    return wider

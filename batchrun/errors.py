@@ -1,0 +1,29 @@
+"""What can go wrong on purpose, and the exit code of each: see docs/exit-codes.md."""
+
+
+class BatchrunError(Exception):
+    """A failure that the user can act on: printed as one message, without a traceback."""
+
+    exit_code = 1
+
+
+class ConfigError(BatchrunError):
+    """A setting that cannot work. The message names the value, the limit and the remedy."""
+
+    exit_code = 2
+
+
+class InputError(ConfigError):
+    """Input rows, files or templates that cannot work, found before the model loads."""
+
+
+class ErrorBudgetExceeded(BatchrunError):
+    """More rows failed than the job allows; every finished row is kept."""
+
+    exit_code = 3
+
+
+class FingerprintMismatch(BatchrunError):
+    """The output folder belongs to a job with other settings or other input."""
+
+    exit_code = 4
