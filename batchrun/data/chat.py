@@ -1,0 +1,79 @@
+"""The chat template: which one, whether it takes the job's messages, and its text for a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from batchrun.config import PromptConfig
+from batchrun.data.messages import Message, message
+from batchrun.data.templates import read_text
+from batchrun.errors import InputError
+
+RESERVED_KWARGS = {
+    "conversation",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+    "sanitize_control_tokens",
+}
+
+
+class ChatTemplate:
+    """`text` is `prompt.chat_template` (a template, a file, or a name the tokenizer knows) or the tokenizer's own.
+
+    Raises InputError if there is none, or `prompt.chat_template_kwargs` sets what batchrun sets.
+    """
+
+    def __init__(self, config: PromptConfig, tokenizer: Any, folders: Sequence[Path]) -> None:
+        self.tokenizer = tokenizer
+        self.text = _chat_template_text(config.chat_template, tokenizer, folders)
+        self.kwargs = dict(config.chat_template_kwargs)
+        reserved = sorted(RESERVED_KWARGS & self.kwargs.keys())
+        if reserved:
+            raise InputError(f"prompt.chat_template_kwargs cannot set {', '.join(reserved)}: batchrun sets them itself")
+
+    def render(self, messages: list[Message]) -> str:
+        """The conversation up to the point where the answer begins. Raises whatever the template raises."""
+        text: str = self.tokenizer.apply_chat_template(
+            messages, chat_template=self.text, tokenize=False, add_generation_prompt=True, **self.kwargs
+        )
+        return text
+
+    def check(self, has_system: bool, examples: list[Message]) -> None:
+        """Render a conversation of the job's shape. Raises InputError with the template's own words if it refuses."""
+        system = [message("system", "text")] if has_system else []
+        try:
+            self.render([*system, *examples, message("user", "text")])
+        except Exception as error:
+            remedy = "; if it takes no system message, move prompt.system into the template" if has_system else ""
+            raise InputError(f"the chat template refuses a trial conversation: {reason(error)}{remedy}") from error
+
+
+def _chat_template_text(given: str | None, tokenizer: Any, folders: Sequence[Path]) -> str:
+    own = getattr(tokenizer, "chat_template", None)
+    if given is None and own is None:
+        raise InputError(
+            "the tokenizer has no chat template: use prompt.kind=completion, or give one with prompt.chat_template"
+        )
+    if given is not None and not (isinstance(own, dict) and given in own):
+        return given if "{" in given else read_text("prompt.chat_template", given, folders)
+    try:
+        text: str = tokenizer.get_chat_template(given)
+    except ValueError as error:
+        raise InputError(f"{error} Choose one with prompt.chat_template") from error
+    return text
+
+
+def reason(error: Exception) -> str:
+    """What an exception says, or its name if it says nothing."""
+    return str(error) or type(error).__name__

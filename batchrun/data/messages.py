@@ -1,0 +1,74 @@
+"""Chat messages that come with the rows, in a column: its Arrow type, and the check of each value."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pyarrow as pa
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+SYSTEM_ROLES = ("system", "developer")
+
+Message = dict[str, Any]
+
+
+def message(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
+
+
+def is_messages_type(type: pa.DataType) -> bool:
+    """Whether a column can hold messages: a list of structs with role and content, or JSON text of such a list."""
+    type = storage_type(type)
+    if is_text(type):
+        return True
+    if not is_list(type):
+        return False
+    value = storage_type(type.value_type)
+    return pa.types.is_struct(value) and {"role", "content"} <= {field.name for field in value}
+
+
+def storage_type(type: pa.DataType) -> pa.DataType:
+    """The type below an extension or a dictionary."""
+    if isinstance(type, pa.BaseExtensionType):
+        return storage_type(type.storage_type)
+    return type.value_type if isinstance(type, pa.DictionaryType) else type
+
+
+def is_text(type: pa.DataType) -> bool:
+    return pa.types.is_string(type) or pa.types.is_large_string(type) or pa.types.is_string_view(type)
+
+
+def is_list(type: pa.DataType) -> bool:
+    return pa.types.is_list(type) or pa.types.is_large_list(type) or pa.types.is_fixed_size_list(type)
+
+
+def parse_messages(value: Any) -> list[Message]:
+    """The messages of one row: at least one, each with a known role and content, keys without value left out.
+
+    Raises ValueError saying what is wrong.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"not JSON: {error}") from error
+    if not value:
+        raise ValueError("no messages" if value == [] else "null")
+    if not isinstance(value, list):
+        raise ValueError(f"not a list of messages but {type(value).__name__}")
+    return [_parse_message(number, message) for number, message in enumerate(value)]
+
+
+def _parse_message(number: int, message: Any) -> Message:
+    if not isinstance(message, dict):
+        raise ValueError(f"message {number} is not an object with role and content")
+    present = {key: item for key, item in message.items() if item is not None}
+    role = present.get("role")
+    if role not in ROLES:
+        raise ValueError(f"message {number} has role {role!r}; it must be one of {', '.join(ROLES)}")
+    if "content" not in present and not present.get("tool_calls"):
+        raise ValueError(f"message {number} ({role}) has no content")
+    if not isinstance(present.get("content", ""), (str, list)):
+        raise ValueError(f"message {number} ({role}) has content that is neither text nor a list of parts")
+    return present

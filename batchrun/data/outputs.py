@@ -1,0 +1,192 @@
+"""The declared output: input columns as they came, then what batchrun adds, one row for each input row."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchrun import __version__
+from batchrun.config import OutputConfig
+from batchrun.data.plan import Chunk
+from batchrun.data.templates import column_list
+from batchrun.data.values import clean_text
+from batchrun.errors import InputError
+
+COMPLETION = "completion"
+SOURCE_FILE = "source_file"
+SOURCE_ROW = "source_row"
+RESULT_TYPES: dict[str, pa.DataType] = {
+    COMPLETION: pa.string(),
+    "finish_reason": pa.string(),
+    "status": pa.string(),
+    "error_type": pa.string(),
+    "error": pa.string(),
+    "prompt_tokens": pa.int32(),
+    "cached_tokens": pa.int32(),
+    "completion_tokens": pa.int32(),
+    SOURCE_FILE: pa.string(),
+    SOURCE_ROW: pa.int64(),
+    "queue_s": pa.float32(),
+    "first_token_s": pa.float32(),
+    "total_s": pa.float32(),
+}
+
+
+@dataclass(slots=True)
+class RowResult:
+    """What became of one input row. Times are in seconds; `text` is None for a row that was not completed."""
+
+    text: str | None = None
+    finish_reason: str | None = None  # stop | length | error | abort
+    status: str = "ok"  # ok | error
+    error_type: str | None = None
+    error: str | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    queue_s: float = 0.0
+    first_token_s: float = 0.0
+    total_s: float = 0.0
+
+
+class OutputSchema:
+    """The schema of every part, known before the model loads, and the tables that have it.
+
+    `input_schema` holds the columns that are read. `kept` are those that go to the output, `schema` is the whole.
+    Raises InputError for a kept column that is missing, collides with an added one, or has a type that Parquet
+    cannot hold.
+    """
+
+    def __init__(self, config: OutputConfig, input_schema: pa.Schema, fingerprint: str) -> None:
+        self.fingerprint = fingerprint
+        self.kept = _kept_columns(config, input_schema)
+        self.names = {key: config.prefix + (config.completion if key == COMPLETION else key) for key in RESULT_TYPES}
+        _check_names(config, list(self.names.values()), self.kept)
+        fields = [input_schema.field(name) for name in self.kept]
+        _check_storable(fields)
+        added = [pa.field(self.names[key], type) for key, type in RESULT_TYPES.items()]
+        metadata = _with_features(input_schema.metadata or {}, self.kept, added)
+        self.schema = pa.schema([*fields, *added], metadata)
+
+    def table(
+        self,
+        batches: pa.Table | Sequence[pa.RecordBatch],
+        chunk: Chunk,
+        source_name: str,
+        results: Sequence[RowResult],
+    ) -> pa.Table:
+        """The part of one chunk: its input rows, in order and with at least the kept columns, beside their results.
+
+        Raises ValueError unless there are exactly `chunk.rows` of both.
+        """
+        kept = [self.schema.field(name) for name in self.kept]
+        carried = _carried(batches, pa.schema(kept))
+        rows = batches.num_rows if isinstance(batches, pa.Table) else sum(batch.num_rows for batch in batches)
+        if not rows == len(results) == chunk.rows:
+            raise ValueError(f"{chunk} has {chunk.rows} rows, but got {rows} input rows and {len(results)} results")
+        values = _result_values(results)
+        values[SOURCE_FILE] = [source_name] * rows
+        values[SOURCE_ROW] = range(chunk.start, chunk.stop)
+        added = [pa.array(values[key], type) for key, type in RESULT_TYPES.items()]
+        schema = self.schema.with_metadata(
+            {**(self.schema.metadata or {}), **footer(self.fingerprint, chunk, source_name)}
+        )
+        return pa.Table.from_arrays([*carried.columns, *added], schema=schema)
+
+
+def footer(fingerprint: str, chunk: Chunk, source_name: str) -> dict[bytes, bytes]:
+    """Metadata in a part's footer: who made it, under which settings, from which rows."""
+    rows = {"file": chunk.file, "index": chunk.index, "start": chunk.start, "stop": chunk.stop}
+    return {
+        b"batchrun.version": __version__.encode(),
+        b"batchrun.fingerprint": fingerprint.encode(),
+        b"batchrun.chunk": json.dumps(rows).encode(),
+        b"batchrun.source": source_name.encode(),
+    }
+
+
+def _carried(batches: pa.Table | Sequence[pa.RecordBatch], schema: pa.Schema) -> pa.Table:
+    if isinstance(batches, pa.Table):
+        return batches.select(schema.names)
+    selected = [batch.select(schema.names).replace_schema_metadata(None) for batch in batches]
+    return pa.Table.from_batches(selected, schema=schema)
+
+
+def _result_values(results: Sequence[RowResult]) -> dict[str, Any]:
+    """Columns of the results, by their key in RESULT_TYPES."""
+    values: dict[str, Any] = {
+        key: [getattr(result, key) for result in results]
+        for key in RESULT_TYPES
+        if key not in (COMPLETION, SOURCE_FILE, SOURCE_ROW)
+    }
+    values[COMPLETION] = [result.text for result in results]
+    for key in (COMPLETION, "error"):
+        values[key] = [None if text is None else clean_text(text) for text in values[key]]
+    return values
+
+
+def _kept_columns(config: OutputConfig, schema: pa.Schema) -> list[str]:
+    if config.columns is None:
+        return list(schema.names)
+    missing = [name for name in config.columns if name not in schema.names]
+    if missing:
+        raise InputError(
+            f"output.columns names {', '.join(missing)}, which is not read from the input; "
+            f"the columns are {column_list(schema.names)}"
+        )
+    return list(dict.fromkeys(config.columns))
+
+
+def _check_names(config: OutputConfig, added: list[str], kept: list[str]) -> None:
+    doubled = [name for name in dict.fromkeys(added) if added.count(name) > 1]
+    if doubled:
+        raise InputError(f"output.completion={config.completion} is the name of another added column: choose another")
+    taken = [name for name in added if name in kept]
+    if taken:
+        raise InputError(
+            f"the input has columns that batchrun adds to the output: {', '.join(taken)}. Set output.prefix "
+            f"(as in output.prefix=llm_){' or output.completion' if added[0] in taken else ''}, "
+            "or leave them out with output.columns"
+        )
+
+
+def _check_storable(fields: Sequence[pa.Field]) -> None:
+    for field in fields:
+        try:
+            pq.write_table(pa.schema([field]).empty_table(), io.BytesIO())
+        except pa.ArrowException as error:
+            raise InputError(
+                f"column {field.name} of type {field.type} cannot be written as Parquet ({error}): "
+                "leave it out with output.columns"
+            ) from error
+
+
+def _with_features(metadata: dict[bytes, bytes], kept: list[str], added: list[pa.Field]) -> dict[bytes, bytes]:
+    """The input's metadata, with its Hugging Face features, if any, made those of the output.
+
+    Features that cannot be read are dropped: `datasets` then takes the types from Arrow.
+    """
+    metadata = {key: value for key, value in metadata.items() if not key.startswith(b"batchrun.")}
+    raw = metadata.pop(b"huggingface", None)
+    if raw is None:
+        return metadata
+    try:
+        described = json.loads(raw)
+        old = described["info"]["features"]
+        features = {name: old[name] for name in kept if name in old}
+    except (ValueError, KeyError, TypeError):
+        return metadata
+    features |= {field.name: _value_feature(field.type) for field in added}
+    described["info"]["features"] = features
+    described.pop("fingerprint", None)
+    return metadata | {b"huggingface": json.dumps(described).encode()}
+
+
+def _value_feature(type: pa.DataType) -> dict[str, str]:
+    return {"dtype": "float32" if type == pa.float32() else str(type), "_type": "Value"}
