@@ -152,7 +152,7 @@ def _download(requirement: str, folder: Path, *options: str) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise BatchrunError(
-            f"pip could not fetch {requirement}:\n{done.stderr.strip()}\nCheck the network and pip's index, and run this again."
+            f"pip could not fetch {requirement}:\n{done.stderr.strip()}\nCheck the network, then run again"
         )
     return next(path for path in folder.iterdir() if path.suffix in (".whl", ".gz"))
 

@@ -9,10 +9,15 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+import hypothesis
 import pytest
 
 from batchrun.assets import cache_folder
 from batchrun.demo import prepare_data, prepare_model
+
+# The same examples on every run, and no verdict from the clock.
+hypothesis.settings.register_profile("batchrun", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("batchrun")
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,176 @@
+"""The installed command from outside: what it makes of awkward values, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+import batchrun
+from batchrun import cli
+from batchrun.errors import ErrorBudgetExceeded, FingerprintMismatch
+
+COMMAND = Path(sys.executable).with_name("batchrun")
+HOME = os.path.expanduser("~")
+
+
+def command(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the console script in a folder of its own."""
+    return subprocess.run(
+        [COMMAND, *words], cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+
+
+class Typed(NamedTuple):
+    """Words on the command line that must compose, a key, and its value then."""
+
+    words: list[str]
+    key: str
+    value: Any
+
+
+class Refused(NamedTuple):
+    """Words on the command line that must end with exit code 2 and these words on stderr."""
+
+    words: list[str]
+    message: str
+
+
+TRAPS = [
+    Typed(["input.path=data/*.parquet"], "input.path", ["data/*.parquet"]),
+    Typed(["input.path=data/[0-9]*.parquet"], "input.path", ["data/[0-9]*.parquet"]),
+    Typed(["input.path={a,b}.parquet"], "input.path", ["{a,b}.parquet"]),
+    Typed(["input.path=s3://b/date=2024-01-01/x.parquet"], "input.path", ["s3://b/date=2024-01-01/x.parquet"]),
+    Typed(["input.path=~/rows.parquet"], "input.path", [f"{HOME}/rows.parquet"]),
+    Typed(["input.path=a.parquet,b.parquet"], "input.path", ["a.parquet,b.parquet"]),
+    Typed(["input.path=[a/x=1/*.parquet,~/b.parquet]"], "input.path", ["a/x=1/*.parquet", f"{HOME}/b.parquet"]),
+    Typed(["output.path=out/été #1 (a: b) @home/$x\\y"], "output.path", "out/été #1 (a: b) @home/$x\\y"),
+    Typed(
+        ["prompt.template=Résumé: {{ text }} #1, 'a' \"b\" = c"],
+        "prompt.template",
+        "Résumé: {{ text }} #1, 'a' \"b\" = c",
+    ),
+    Typed(["prompt.template=[INST] {{ text }} [/INST]"], "prompt.template", "[INST] {{ text }} [/INST]"),
+    Typed(["prompt.template=first\\nsecond \\\\n"], "prompt.template", "first\nsecond \\n"),
+    Typed(["prompt.template=costs ${price} of ${text"], "prompt.template", "costs ${price} of ${text"),
+    Typed(["prompt.system=日本語で答える"], "prompt.system", "日本語で答える"),
+    Typed(["sampling.stop=END"], "sampling.stop", ["END"]),
+    Typed(["sampling.stop=\\n\\n"], "sampling.stop", ["\n\n"]),
+    Typed(['sampling.stop=["\\n", "a, b", ${x}]'], "sampling.stop", ["\n", "a, b", "${x}"]),
+    Typed(["sampling.stop=null"], "sampling.stop", []),
+    Typed(["input.limit=1e6"], "input.limit", 1000000),
+    Typed(["input.limit=1_000_000"], "input.limit", 1000000),
+    Typed(["model=Qwen/Qwen2.5-0.5B-Instruct"], "model.path", "Qwen/Qwen2.5-0.5B-Instruct"),
+    Typed(["sampling=creative"], "sampling.temperature", 0.8),
+    Typed(["job=annotate", "prompt.template={{ review }}"], "prompt.template_file", None),
+    Refused(
+        ["job=anotate"], "job=anotate is not one of annotate, demo, generate, summarise; did you mean job=annotate?"
+    ),
+    Refused(["typo=1"], "there is no setting 'typo'"),
+    Refused(["+typo=1"], "there is no setting 'typo'"),
+    Refused(["sampling.max_token=1"], "did you mean sampling.max_tokens?"),
+    Refused(["+sampling.max_token=1"], "did you mean sampling.max_tokens?"),
+    Refused(["max_rows=5"], "did you mean input.limit?"),
+    Refused(["input.limit=many"], "input.limit=many is not a whole number"),
+    Refused(["sampling.top_p=2"], "sampling.top_p=2.0 is out of range"),
+    Refused(["input=rows.parquet"], "input.path=rows.parquet"),
+    Refused(["launch=slurm_array"], "SLURM_ARRAY_TASK_ID"),
+    Refused(["--confg-dir", "x"], "unrecognized arguments: --confg-dir"),
+    Refused(["--config-dir", "nowhere", "job=demo"], "nowhere is not a folder"),
+    Refused(["prompt.template_file=nowhere.j2"], "prompt.template_file=nowhere.j2 is not a file; looked at"),
+]
+
+
+@pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: " ".join(trap.words))
+def test_awkward_words(trap: Typed | Refused, tmp_path: Path):
+    done = command("--cfg", *trap.words, cwd=tmp_path, COLUMNS="80")
+    assert list(tmp_path.iterdir()) == []
+    if isinstance(trap, Refused):
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("batchrun: ")
+        assert trap.message in done.stderr
+        assert "Traceback" not in done.stderr
+    else:
+        assert (done.returncode, done.stderr) == (0, "")
+        value = yaml.safe_load(done.stdout)
+        for name in trap.key.split("."):
+            value = value[name]
+        assert value == trap.value
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "nothing to do"),
+        (["job=annotate"], "input.path is not set"),
+        (["job=annotate", "input.path=x"], "output.path is not set"),
+        (["job=annotate", "input.path=x", "output.path=y"], "model.path is not set"),
+        (["model=m", "input.path=x", "output.path=y"], "there is no prompt"),
+        (["job=demo", "output.path=out"], "-m batchrun.demo"),
+    ],
+)
+def test_an_incomplete_job_ends_before_anything_loads(words: list[str], message: str, tmp_path: Path):
+    done = command(*words, cwd=tmp_path, BATCHRUN_CACHE=str(tmp_path / "cache"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_lists_jobs_groups_and_keys_without_loading_torch():
+    program = (
+        "import sys; from batchrun.cli import main; code = main(['--help']); sys.exit(code or 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    for expected in ("annotate", "summarise", "slurm_array", "creative", "input.path", "preview", "--config-dir"):
+        assert expected in done.stdout
+
+
+def test_version_and_module_run(tmp_path: Path):
+    assert command("--version", cwd=tmp_path).stdout == f"batchrun {batchrun.__version__}\n"
+    done = subprocess.run([sys.executable, "-m", "batchrun", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"batchrun {batchrun.__version__}\n"
+
+
+def test_keys_into_a_closed_pipe_ends_quietly():
+    done = subprocess.run(f"'{COMMAND}' --keys | head -1", shell=True, capture_output=True, text=True, check=True)
+    assert done.stdout == "mode: string = run\n"
+    assert done.stderr == ""
+
+
+def ends_with(outcome: BaseException | int) -> types.SimpleNamespace:
+    """A runner that ends in one way, whatever the mode."""
+
+    def run(config: object) -> int:
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    return types.SimpleNamespace(run=run, plan=run, preview=run)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code", "stderr"),
+    [
+        (0, 0, ""),
+        (RuntimeError("broken engine"), 1, "RuntimeError: broken engine"),
+        (ErrorBudgetExceeded("20 of 100 rows failed"), 3, "batchrun: 20 of 100 rows failed\n"),
+        (FingerprintMismatch("other settings"), 4, "batchrun: other settings\n"),
+        (KeyboardInterrupt(), 130, "batchrun: interrupted"),
+    ],
+)
+def test_exit_codes(outcome: BaseException | int, code: int, stderr: str, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "batchrun.runner", ends_with(outcome))
+    monkeypatch.setattr(batchrun, "runner", ends_with(outcome), raising=False)
+    words = ["job=generate", "model=m", "input.path=x", "output.path=y"]
+    assert cli.main(words) == code
+    captured = capsys.readouterr()
+    assert stderr in captured.err
+    assert captured.out == ""
+    assert ("Traceback" in captured.err) == (code == 1)
