@@ -1,0 +1,66 @@
+"""Runs every kernel of this folder in Triton's interpreter, on CPU tensors.
+
+The variable is read when a function is decorated, so functions that were decorated earlier (another test imported
+Triton first) are decorated again.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from triton.runtime.jit import JITFunction
+
+
+def _interpret_again() -> None:
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] == "batchrun_kernels" or name.startswith("triton.language"):
+            for attribute, value in list(vars(module).items()):
+                if isinstance(value, JITFunction):
+                    setattr(module, attribute, triton.jit(value.fn))
+
+
+def _round_to_bf16() -> None:
+    """The interpreter cuts fp32 to bf16 where hardware rounds to the nearest."""
+    cast = InterpreterBuilder.cast_impl
+
+    def rounded(self: InterpreterBuilder, x: TensorHandle, to: tl.dtype) -> TensorHandle:
+        if x.dtype.scalar != tl.float32 or to.scalar != tl.bfloat16:
+            return cast(self, x, to)
+        bits = torch.from_numpy(x.data.copy()).bfloat16().view(torch.int16).numpy().view(np.uint16)
+        return TensorHandle(bits, tl.bfloat16)
+
+    InterpreterBuilder.cast_impl = rounded
+
+
+def _widen_bf16_dot() -> None:
+    """The interpreter multiplies the bit patterns of bf16 operands as integers."""
+    dot = InterpreterBuilder.create_dot
+
+    def widened(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, *rest: object) -> TensorHandle:
+        a, b = (self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+        return dot(self, a, b, *rest)
+
+    InterpreterBuilder.create_dot = widened
+
+
+_interpret_again()
+_round_to_bf16()
+_widen_bf16_dot()
+
+
+@pytest.fixture(autouse=True)
+def _interpreter() -> Iterator[None]:
+    """Seeds the inputs, and lets fp32 overflow to infinity in silence as it does on a device."""
+    torch.manual_seed(0)
+    with np.errstate(over="ignore"):
+        yield
