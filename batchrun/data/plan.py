@@ -14,7 +14,10 @@ from typing import Any
 from batchrun.data.sources import InputFile
 from batchrun.errors import BatchrunError, ConfigError, FingerprintMismatch, InputError
 
-MANIFEST = "_batchrun/manifest.json"
+# `datasets.load_dataset` takes every file below an output folder for data, whatever its ending, save those in
+# hidden folders and in folders that begin with two underscores.
+STATE_FOLDER = "__batchrun"
+MANIFEST = f"{STATE_FOLDER}/manifest.json"
 MAX_FILES = 100_000
 MAX_CHUNKS_PER_FILE = 1_000_000
 SHOWN_CHARS = 60

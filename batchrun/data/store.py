@@ -17,10 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchrun.data.outputs import RowResult, footer
-from batchrun.data.plan import Chunk
+from batchrun.data.plan import STATE_FOLDER, Chunk
 from batchrun.errors import BatchrunError, FingerprintMismatch
 
-STATE_FOLDER = "_batchrun"
 GROUP_ROWS = 100_000
 GROUP_BYTES = 64 << 20
 FOREIGN_TEMP_AGE_S = 24 * 3600.0
@@ -98,10 +97,11 @@ class Store:
 
     def __init__(self, folder: str | os.PathLike[str], fingerprint: str, compression: str = "zstd") -> None:
         self.folder = Path(folder)
+        self.state_folder = self.folder / STATE_FOLDER
         self.fingerprint = fingerprint
         self.compression = compression
         with _explained(self.folder):
-            (self.folder / STATE_FOLDER).mkdir(parents=True, exist_ok=True)
+            self.state_folder.mkdir(parents=True, exist_ok=True)
             _remove_stale(self.folder)
 
     def finished(self, chunk: Chunk, source_name: str) -> bool:

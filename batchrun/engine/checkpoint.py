@@ -13,6 +13,7 @@ from batchrun.errors import ConfigError
 SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.py", "tokenizer*"]
 WEIGHT_FILES = ["*.safetensors"]
 PICKLE_FILES = ["*.bin", "*.pt"]
+SAMPLED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +40,26 @@ class Checkpoint:
             raise ConfigError(f"model.max_model_len={asked} is more than the {limit} positions of {self.model.path}")
         return int(asked or limit or 0)
 
+    @property
+    def name(self) -> str:
+        """Hub id and commit, or the folder's own name."""
+        if self.folder.parent.name == "snapshots":
+            return f"{self.model.path}@{self.folder.name}"
+        return self.folder.name
+
     def identity(self) -> str:
-        """sha256 over the small files' contents and the weight files' names and sizes."""
+        """sha256 over the files: small ones whole, weights by name, size, head and tail.
+
+        The head of a safetensors file is its table of tensors; a retrained model differs in the tail.
+        """
         digest = hashlib.sha256()
-        for path in sorted(p for p in self.folder.iterdir() if p.is_file()):
-            digest.update(path.name.encode())
-            weights = path.suffix in (".safetensors", ".bin", ".pt", ".gguf")
-            digest.update(str(path.stat().st_size).encode() if weights else path.read_bytes())
+        for path in sorted(p for p in self.folder.iterdir() if p.is_file() and not p.name.startswith(".")):
+            size = path.stat().st_size
+            digest.update(f"{path.name}:{size};".encode())
+            with path.open("rb") as file:
+                digest.update(file.read(SAMPLED_BYTES))
+                file.seek(max(0, size - SAMPLED_BYTES))
+                digest.update(file.read(SAMPLED_BYTES))
         return digest.hexdigest()
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -158,7 +159,7 @@ class Scheduler:
         total = self._blocks_for(slots.num_tokens[rows], slots.num_prompt[rows], slots.max_total[rows])
         return int(np.maximum(total - slots.num_blocks[rows], 0).sum())
 
-    def _blocks_for(self, num_tokens, num_prompt, max_total):  # type: ignore[no-untyped-def]
+    def _blocks_for(self, num_tokens: Any, num_prompt: Any, max_total: Any) -> Any:
         """Blocks at the expected end of a sequence; int or int64 [n] alike. The last token is never written."""
         expected = num_prompt + np.ceil(self.estimate.share * (max_total - num_prompt)).astype(np.int64)
         return -(-np.maximum(num_tokens, expected - 1) // self.pool.block_size)

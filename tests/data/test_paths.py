@@ -34,7 +34,7 @@ def test_folder_below_a_hidden_one_is_searched(tmp_path: Path) -> None:
 
 
 def test_globs(tmp_path: Path) -> None:
-    touch(tmp_path, "a.parquet", "b.parquet", "k=1/c.parquet", "k=2/d.parquet", "_batchrun/m.parquet", "_x.parquet")
+    touch(tmp_path, "a.parquet", "b.parquet", "k=1/c.parquet", "k=2/d.parquet", "__batchrun/m.parquet", "_x.parquet")
     assert found(tmp_path, "*.parquet") == ["a.parquet", "b.parquet"]
     assert found(tmp_path, "**/*.parquet") == ["a.parquet", "b.parquet", "k=1/c.parquet", "k=2/d.parquet"]
     assert found(tmp_path, "[b-z].parquet") == ["b.parquet"]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchrun.config import Config, identity
@@ -43,6 +43,7 @@ def test_chunks_in_input_order() -> None:
     assert (plan.num_chunks, plan.rows) == (6, 9)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 50), max_size=6), st.integers(1, 12))
 def test_chunks_cover_each_row_once(rows: list[int], chunk_rows: int) -> None:
     plan = Plan(files(*rows), chunk_rows)
@@ -74,16 +75,16 @@ def test_too_many_parts_or_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_fingerprint_depends_on_settings_and_input_identity_only() -> None:
-    settings = identity(Config())
-    base = fingerprint(settings, files(3))
+    values = identity(Config())
+    base = fingerprint(values, files(3))
     assert len(base) == 64
     assert int(base, 16) >= 0
     moved = [InputFile(0, "/elsewhere/0.parquet", "0.parquet", 100, 3, "d0")]
-    assert fingerprint(dict(reversed(settings.items())), moved) == base
-    assert fingerprint({**settings, "sampling.seed": 1}, files(3)) != base
+    assert fingerprint(dict(reversed(values.items())), moved) == base
+    assert fingerprint({**values, "sampling.seed": 1}, files(3)) != base
     for other in [("1.parquet", 100, 3, "d0"), ("0.parquet", 101, 3, "d0"), ("0.parquet", 100, 2, "d0")]:
-        assert fingerprint(settings, [InputFile(0, "/in/0.parquet", *other)]) != base
-    assert fingerprint(settings, [InputFile(0, "/in/0.parquet", "0.parquet", 100, 3, "edited")]) != base
+        assert fingerprint(values, [InputFile(0, "/in/0.parquet", *other)]) != base
+    assert fingerprint(values, [InputFile(0, "/in/0.parquet", "0.parquet", 100, 3, "edited")]) != base
 
 
 def test_fingerprint_of_equal_numbers_is_equal() -> None:
@@ -100,7 +101,7 @@ def test_manifest_is_created_once(tmp_path: Path) -> None:
     assert write_manifest(folder, {"fingerprint": "other"}) is False
     assert read_manifest(folder) == first
     assert first["version"] == "1"
-    assert os.listdir(folder / "_batchrun") == ["manifest.json"]
+    assert os.listdir(folder / "__batchrun") == ["manifest.json"]
 
 
 def test_manifest_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +112,7 @@ def test_manifest_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert write_manifest(tmp_path, {"fingerprint": "a"}) is True
     assert write_manifest(tmp_path, {"fingerprint": "b"}) is False
     assert read_manifest(tmp_path) == {"fingerprint": "a"}
-    assert os.listdir(tmp_path / "_batchrun") == ["manifest.json"]
+    assert os.listdir(tmp_path / "__batchrun") == ["manifest.json"]
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "\x00"])
@@ -141,8 +142,8 @@ def mismatch(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 
 def test_same_job_passes() -> None:
-    settings = identity(Config())
-    check_manifest(json.loads(json.dumps(build_manifest(settings, files(1)))), build_manifest(settings, files(1)))
+    values = identity(Config())
+    check_manifest(json.loads(json.dumps(build_manifest(values, files(1)))), build_manifest(values, files(1)))
 
 
 def test_each_changed_setting_has_a_line() -> None:

@@ -34,7 +34,7 @@ def part(chunk: Chunk = CHUNK, fingerprint: str = "f1", text: str = "yes") -> pa
 
 
 def files(folder: Path) -> list[str]:
-    return sorted(name for name in os.listdir(folder) if name != "_batchrun")
+    return sorted(name for name in os.listdir(folder) if name != "__batchrun")
 
 
 @pytest.mark.parametrize("compression", COMPRESSION)

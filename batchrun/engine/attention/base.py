@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from batchrun.engine.batch import Batch
@@ -34,6 +36,17 @@ class LayerCall:
     window: int | None = None  # keys at distance < window are seen; None: all earlier keys
     softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
     sinks: torch.Tensor | None = None  # [query heads]: one more logit per head in the softmax, without a value
+
+
+def zero_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros for a KV cache. Unwritten positions are read under a mask, so they must be finite.
+
+    On a CPU the memory comes from calloc, which the system hands out when it is first touched: filling
+    gigabytes that a short job never uses took longer than the job.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
 
 
 class AttentionBackend(ABC):

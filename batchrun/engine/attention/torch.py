@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from batchrun.engine.attention.base import AttentionBackend, LayerCall, LayerGeometry
+from batchrun.engine.attention.base import AttentionBackend, LayerCall, LayerGeometry, zero_pages
 from batchrun.engine.batch import Batch
 
 PADDING_WASTE = 2.0  # a padded group of decode rows may gather this many times the positions it needs
@@ -40,18 +40,15 @@ class TorchAttention(AttentionBackend):
         self.layers = layers
         self.block_size = block_size
         self.device = device
-        self.pages: list[tuple[torch.Tensor, torch.Tensor] | None] = []
-        for layer in layers:
-            shape = (num_blocks, block_size, layer.num_kv_heads)
-            own = layer.source is None
-            self.pages.append(
-                (
-                    torch.zeros(*shape, layer.key_dim, dtype=dtype, device=device),
-                    torch.zeros(*shape, layer.value_dim, dtype=dtype, device=device),
-                )
-                if own
-                else None
+        self.pages: list[tuple[torch.Tensor, torch.Tensor] | None] = [
+            None
+            if layer.source is not None
+            else (
+                zero_pages((num_blocks, block_size, layer.num_kv_heads, layer.key_dim), dtype, device),
+                zero_pages((num_blocks, block_size, layer.num_kv_heads, layer.value_dim), dtype, device),
             )
+            for layer in layers
+        ]
         self._groups: list[_Group] = []
         self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
         self._slot_mapping = torch.empty(0, dtype=torch.int64)

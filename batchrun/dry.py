@@ -1,0 +1,180 @@
+"""The modes that compute nothing: `preview` shows prompts, `plan` shows what a run would cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from batchrun.config import Config
+from batchrun.data.outputs import OutputSchema
+from batchrun.data.plan import Chunk, fingerprint
+from batchrun.data.prompts import Prompt
+from batchrun.engine.checkpoint import Checkpoint
+from batchrun.engine.memory import KvShape, kv_budget
+from batchrun.engine.model import choose_device, choose_dtype
+from batchrun.job import Job, open_job
+
+SAMPLED_ROWS = 2000  # whose prompts `plan` renders
+SAMPLED_PLACES = 8  # chunks they are taken from
+HISTOGRAM_BINS = 8
+GIB, MIB = 2**30, 2**20
+
+
+def preview(config: Config) -> int:
+    """Print the first `preview_rows` prompts as the model would get them, special tokens and all."""
+    job = open_job(config, weights=False)
+    shown = 0
+    for chunk, first, prompts in _prompts(job, job.plan.chunks()):
+        for i in range(min(len(prompts), config.preview_rows - shown)):
+            _print_prompt(job, job.source.files[chunk.file].name, first + i, prompts[i])
+            shown += 1
+        if shown >= config.preview_rows:
+            break
+    if not shown:
+        print("the input has no rows")
+    return 0
+
+
+def plan(config: Config) -> int:
+    """Print files, rows, chunks, token counts, memory and a lower bound of the time."""
+    job = open_job(config, weights=False)
+    # Output columns that collide are an error of the job, found here as in a run.
+    OutputSchema(config.output, job.source.schema, fingerprint({}, job.source.files))
+    files, source = job.source.files, job.plan
+    print(f"{'files':<12}{len(files):,}")
+    for file in files[:10]:
+        print(f"{'':<12}{file.name}: {file.rows:,} rows, {file.size / MIB:.1f} MiB")
+    if len(files) > 10:
+        print(f"{'':<12}and {len(files) - 10:,} more")
+    print(f"{'rows':<12}{source.rows:,}")
+    print(f"{'chunks':<12}{source.num_chunks:,} of up to {config.output.chunk_rows:,} rows, one part each")
+    lengths, errors = _sample_lengths(job)
+    _print_lengths(lengths, errors, source.rows)
+    _print_memory(job, lengths)
+    _print_time(job, lengths)
+    return 0
+
+
+def _prompts(job: Job, chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, int, list[Prompt]]]:
+    for chunk in chunks:
+        for _, first, batch in job.read([chunk], job.prompts.columns):
+            yield chunk, first, job.prompts.build(batch)
+
+
+def _print_prompt(job: Job, source: str, number: int, prompt: Prompt) -> None:
+    print(f"--- {source} row {number}: {len(prompt.ids):,} tokens")
+    if prompt.error_type is not None:
+        print(f"{prompt.error_type}: {prompt.error}")
+    elif prompt.ids:
+        print(job.tokenizer.decode(prompt.ids, skip_special_tokens=False))
+
+
+def _sample_lengths(job: Job) -> tuple[np.ndarray, int]:
+    """Prompt lengths (int64, sorted) and the number of unusable rows, from chunks spread over the whole input."""
+    places = np.unique(np.linspace(0, job.plan.num_chunks - 1, SAMPLED_PLACES).astype(int)).tolist()
+    chosen = (chunk for i, chunk in enumerate(job.plan.chunks()) if i in places)
+    per_place = -(-SAMPLED_ROWS // len(places))
+    lengths: list[int] = []
+    errors = 0
+    taken: dict[Chunk, int] = {}
+    for chunk in chosen:
+        head = Chunk(chunk.file, chunk.index, chunk.start, min(chunk.stop, chunk.start + per_place))
+        for _, _, prompts in _prompts(job, iter([head])):
+            errors += sum(prompt.error_type is not None for prompt in prompts)
+            lengths += [len(prompt.ids) for prompt in prompts if prompt.error_type is None]
+            taken[chunk] = taken.get(chunk, 0) + len(prompts)
+    return np.sort(np.array(lengths, dtype=np.int64)), errors
+
+
+def _print_lengths(lengths: np.ndarray, errors: int, rows: int) -> None:
+    if not len(lengths):
+        print(f"{'prompts':<12}none of the {errors:,} sampled rows makes a prompt; mode=preview shows why")
+        return
+    sampled = len(lengths) + errors
+    p50, p90, p99 = np.percentile(lengths, [50, 90, 99])
+    print(
+        f"{'prompts':<12}mean {lengths.mean():,.0f} tokens, median {p50:,.0f}, 90 % {p90:,.0f}, 99 % {p99:,.0f}, "
+        f"longest {lengths[-1]:,} ({sampled:,} of {rows:,} rows sampled"
+        + (f", {errors:,} of them unusable)" if errors else ")")
+    )
+    counts, edges = np.histogram(lengths, bins=min(HISTOGRAM_BINS, int(lengths[-1] - lengths[0]) + 1))
+    for i in range(len(counts)):
+        bar = "#" * round(40 * counts[i] / counts.max())
+        print(f"{'':<12}{edges[i]:>8,.0f} - {edges[i + 1]:>8,.0f} tokens {counts[i]:>7,} rows {bar}")
+
+
+def _print_memory(job: Job, lengths: np.ndarray) -> None:
+    engine, checkpoint = job.config.engine, job.checkpoint
+    device = choose_device(job.config.model.device)
+    dtype = choose_dtype(job.config.model.dtype, checkpoint, device)
+    shape = KvShape.of(checkpoint.text_config, dtype)
+    window = checkpoint.max_model_len
+    per_token = shape.bytes_per_token
+    print(f"{'KV cache':<12}{shape.formula()} = {per_token:,} bytes = {per_token / MIB:.3g} MiB a token")
+    for count in (1, 16):
+        print(f"{'':<12}{count} x {window:,} tokens take {count * window * per_token / GIB:.2f} GiB")
+    budget = kv_budget(engine, per_token, window, device)
+    tokens = int(budget // per_token)
+    per_row = int(lengths.mean() if len(lengths) else window) + job.config.sampling.max_tokens
+    fit = min(engine.max_num_seqs, tokens // min(per_row, window))
+    print(
+        f"{'':<12}{budget / GIB:.2f} GiB on {device} hold {tokens:,} tokens: {fit:,} rows of {per_row:,} tokens "
+        f"at once (engine.max_num_seqs={engine.max_num_seqs})"
+    )
+
+
+def _print_time(job: Job, lengths: np.ndarray) -> None:
+    """2 x parameters operations a token, at the rate of a large matrix product measured here."""
+    if not len(lengths):
+        return
+    rows, most = job.plan.rows, job.config.sampling.max_tokens
+    prompt_tokens = int(lengths.mean() * rows)
+    device = choose_device(job.config.model.device)
+    dtype = choose_dtype(job.config.model.dtype, job.checkpoint, device)
+    parameters = count_parameters(job.checkpoint)
+    rate = matmul_rate(dtype, device)
+    seconds = [2 * parameters * tokens / rate for tokens in (prompt_tokens, prompt_tokens + rows * most)]
+    print(f"{'tokens':<12}about {prompt_tokens:,} in prompts, at most {rows * most:,} to generate")
+    print(
+        f"{'time':<12}at least {_duration(seconds[0])} if answers are short and no prefix is shared, "
+        f"{_duration(seconds[1])} if every row uses max_tokens={most}"
+    )
+    print(
+        f"{'':<12}(2 x {parameters / 1e6:,.0f} M parameters x tokens at {rate / 1e12:.2f} TFLOP/s, measured here "
+        f"on {device} in {str(dtype).removeprefix('torch.')}; attention and short batches come on top)"
+    )
+
+
+def count_parameters(checkpoint: Checkpoint) -> int:
+    """Parameters that a token passes through, from the config alone; no weight is read or allocated."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            checkpoint.config, trust_remote_code=checkpoint.model.trust_remote_code
+        )
+    config = checkpoint.text_config
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0
+    used = (getattr(config, "num_experts_per_tok", None) or experts) / max(experts, 1)
+    # Experts are stacked: one tensor [experts, ...] for all of a layer, of which a token uses a few.
+    return int(sum(p.numel() * (used if p.dim() == 3 and p.shape[0] == experts else 1) for p in model.parameters()))
+
+
+def matmul_rate(dtype: torch.dtype, device: torch.device, size: int = 1024) -> float:
+    """FLOP/s of a square matrix product, the best of a few."""
+    a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+    best = float("inf")
+    for _ in range(5):
+        started = time.perf_counter()
+        (a @ b)[0, 0].item()
+        best = min(best, time.perf_counter() - started)
+    return 2 * size**3 / best
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:,.1f} s"
+    return f"{seconds / 60:,.0f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"

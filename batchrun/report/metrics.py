@@ -1,0 +1,163 @@
+"""Metrics as Parquet, written while the job runs, and a summary as JSON at its end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections import Counter
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchrun.config import Config
+from batchrun.data.outputs import RowResult
+from batchrun.engine.engine import StepStats
+
+BUFFERED = 8192  # rows of metrics held before they are written
+
+ROWS = pa.schema(
+    {
+        "source_file": pa.string(),
+        "source_row": pa.int64(),
+        "status": pa.string(),
+        "finish_reason": pa.string(),
+        "prompt_tokens": pa.int32(),
+        "cached_tokens": pa.int32(),
+        "completion_tokens": pa.int32(),
+        "queue_s": pa.float32(),
+        "first_token_s": pa.float32(),
+        "total_s": pa.float32(),
+    }
+)
+STEPS = pa.schema(
+    {
+        "at_s": pa.float64(),
+        "seconds": pa.float32(),
+        "tokens": pa.int32(),
+        "sampled": pa.int32(),
+        "running": pa.int32(),
+        "waiting": pa.int32(),
+        "kv_used": pa.float32(),
+        "hit_rate": pa.float32(),
+        "preemptions": pa.int64(),
+    }
+)
+
+
+class Metrics:
+    """Totals of this run, and with `report.metrics` one Parquet row per row and per step."""
+
+    def __init__(self, config: Config, state_folder: Path) -> None:
+        self.config = config
+        self.folder = state_folder / "metrics" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        self.started_at = time.time()
+        self.rows = 0
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.completion_tokens = 0
+        self.statuses: Counter[str] = Counter()
+        self.finish_reasons: Counter[str] = Counter()
+        self.error_types: Counter[str] = Counter()
+        self.engine_seconds = 0.0
+        self._origin = time.perf_counter()
+        self._tables: list[_Table] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for table in self._tables:
+            table.close()
+        if self.rows:
+            write_json(self.folder / "summary.json", self.summary())
+            write_json(self.folder.parent.parent / "summary.json", self.summary())
+
+    def add_row(self, source: str, number: int, result: RowResult) -> None:
+        """A row is finished."""
+        self.rows += 1
+        self.prompt_tokens += result.prompt_tokens
+        self.cached_tokens += result.cached_tokens
+        self.completion_tokens += result.completion_tokens
+        self.statuses[result.status] += 1
+        self.finish_reasons[result.finish_reason or "none"] += 1
+        if result.error_type is not None:
+            self.error_types[result.error_type] += 1
+        values = {name: getattr(result, name) for name in ROWS.names[2:]}
+        self._table("rows", ROWS, {"source_file": source, "source_row": number, **values})
+
+    def add_step(self, step: StepStats | None) -> None:
+        """The engine made a step."""
+        if step is None:
+            return
+        self.engine_seconds += step.seconds
+        self._table("steps", STEPS, {"at_s": time.perf_counter() - self._origin, **dataclasses.asdict(step)})
+
+    def summary(self) -> dict[str, Any]:
+        """What the run came to, as plain values. Rates are over the time spent in engine steps."""
+        per_second = 1 / max(self.engine_seconds, 1e-9)
+        return {
+            "job": self.config.job.name,
+            "model": self.config.model.path,
+            "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(self.started_at)),
+            "wall_s": round(time.time() - self.started_at, 3),
+            "engine_s": round(self.engine_seconds, 3),
+            "rows": self.rows,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "completion_tokens": self.completion_tokens,
+            "rows_per_s": round(self.rows * per_second, 3),
+            "total_tokens_per_s": round((self.prompt_tokens + self.completion_tokens) * per_second, 1),
+            "completion_tokens_per_s": round(self.completion_tokens * per_second, 1),
+            "statuses": dict(self.statuses),
+            "finish_reasons": dict(self.finish_reasons),
+            "error_types": dict(self.error_types),
+        }
+
+    def _table(self, name: str, schema: pa.Schema, values: dict[str, Any]) -> None:
+        if not self.config.report.metrics:
+            return
+        table = next((table for table in self._tables if table.name == name), None)
+        if table is None:
+            table = _Table(self.folder, name, schema)
+            self._tables.append(table)
+        table.add(values)
+
+
+class _Table:
+    """A Parquet file that grows by row groups of BUFFERED rows. A run that dies leaves it without a footer."""
+
+    def __init__(self, folder: Path, name: str, schema: pa.Schema) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.name = name
+        self.schema = schema
+        self._writer = pq.ParquetWriter(folder / f"{name}.parquet", schema, compression="zstd")
+        self._columns: dict[str, list[Any]] = {column: [] for column in schema.names}
+
+    def add(self, values: dict[str, Any]) -> None:
+        for column, value in values.items():
+            self._columns[column].append(value)
+        if len(self._columns[self.schema.names[0]]) >= BUFFERED:
+            self._flush()
+
+    def close(self) -> None:
+        self._flush()
+        self._writer.close()
+
+    def _flush(self) -> None:
+        self._writer.write_table(pa.table(self._columns, schema=self.schema))
+        self._columns = {column: [] for column in self.schema.names}
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Replace a small JSON file as a whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(temporary, path)

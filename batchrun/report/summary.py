@@ -1,0 +1,69 @@
+"""The last words of a run on stdout: a few rows, the totals, and where to look."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from batchrun.data.outputs import OutputSchema
+from batchrun.data.plan import Chunk
+from batchrun.report.metrics import Metrics
+
+SHOWN_ROWS = 5
+
+
+def print_summary(folder: Path, schema: OutputSchema, chunks: Sequence[Chunk], computed: int, metrics: Metrics) -> None:
+    """`chunks` are this worker's; `computed` is how many of their rows this run made."""
+    rows = sum(chunk.rows for chunk in chunks)
+    for line in _first_rows(folder, schema, chunks):
+        print(line)
+    if computed:
+        totals = metrics.summary()
+        print(f"{'rows':<14}{rows:,}" + (f" ({computed:,} in this run)" if computed < rows else ""))
+        if metrics.error_types:
+            kinds = ", ".join(f"{count:,} {kind}" for kind, count in metrics.error_types.most_common())
+            print(f"{'errors':<14}{kinds}")
+        print(f"{'prompt':<14}{metrics.prompt_tokens:,} tokens, {metrics.cached_tokens:,} of them cached")
+        print(f"{'output':<14}{metrics.completion_tokens:,} tokens")
+        print(
+            f"{'speed':<14}{totals['completion_tokens_per_s']:,} output tokens/s, "
+            f"{totals['total_tokens_per_s']:,} tokens/s in all, {totals['engine_s']:,} s"
+        )
+    else:
+        print(f"all {rows:,} rows were there already: nothing was computed")
+    print(f"{'parts':<14}{folder}")
+    look = f"import pyarrow.dataset as d; print(d.dataset('{folder}').head(5).to_pandas())"
+    print(f'{"look at it":<14}python -c "{look}"')
+
+
+def _first_rows(folder: Path, schema: OutputSchema, chunks: Sequence[Chunk]) -> list[str]:
+    """The first rows that have a completion: what was asked, cut to fit, and what came."""
+    part = next((folder / chunk.part for chunk in chunks if chunk.rows), None)
+    if part is None:
+        return []
+    width = shutil.get_terminal_size((100, 24)).columns
+    shown = [*_text_column(schema), schema.names["completion"]]
+    with pq.ParquetFile(part) as file:
+        batch = next(file.iter_batches(batch_size=SHOWN_ROWS, columns=shown))
+    each = (width - 8) // len(shown)
+
+    def line(label: object, values: Iterable[object]) -> str:
+        cells = (_cut(" ".join(str(value).split()), each) for value in values)
+        return f"{label!s:>3}  " + " | ".join(f"{cell:<{each}}" for cell in cells).rstrip()
+
+    rows = [line(number, row.values()) for number, row in enumerate(batch.select(shown).to_pylist())]
+    return [line("", shown), *rows, ""]
+
+
+def _text_column(schema: OutputSchema) -> list[str]:
+    """A string column of the input to show beside the completion, if it has one."""
+    texts = [name for name in schema.kept if str(schema.schema.field(name).type) in ("string", "large_string")]
+    usual: list[str] = [name for name in ("text", "prompt", "question") if name in texts]
+    return usual[:1] or texts[-1:]
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: max(width - 1, 0)] + "…"
