@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from batchrun import __version__
 from batchrun.config import OutputConfig
 from batchrun.data.plan import Chunk
-from batchrun.data.templates import column_list
+from batchrun.data.sources import column_list
 from batchrun.data.values import clean_text
 from batchrun.errors import InputError
 

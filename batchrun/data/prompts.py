@@ -20,7 +20,8 @@ from batchrun.data.messages import (
     parse_messages,
     storage_type,
 )
-from batchrun.data.templates import Template, column_list, read_text
+from batchrun.data.sources import column_list
+from batchrun.data.templates import Template, read_text
 from batchrun.data.tokens import leading_specials, vocab_size, with_leading
 from batchrun.data.values import clean_text, to_python
 from batchrun.errors import InputError

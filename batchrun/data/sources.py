@@ -22,6 +22,7 @@ BATCH_ROWS = 1024
 BATCH_BYTES = 64 << 20
 BUFFER_BYTES = 1 << 20
 DIGEST_BYTES = 64 << 10
+SHOWN_COLUMNS = 50
 
 RowRange = tuple[int, int]
 
@@ -217,7 +218,7 @@ def _select(schema: pa.Schema, columns: Iterable[str] | None, path: str) -> pa.S
     if missing:
         raise InputError(
             f"input.columns names {', '.join(missing)}, which {path} does not have; "
-            f"its columns are {', '.join(schema.names)}"
+            f"its columns are {column_list(schema.names)}"
         )
     counts = Counter(schema.names)
     doubled = [name for name in dict.fromkeys(wanted) if counts[name] > 1]
@@ -242,3 +243,9 @@ def _check_same(first: str, schema: pa.Schema, path: str, other: pa.Schema) -> N
             f"{first} and {path} differ in columns:{''.join(lines)}\n"
             "convert one of them, or list the columns they share in input.columns"
         )
+
+
+def column_list(names: Sequence[str]) -> str:
+    """Column names for a message."""
+    more = f" and {len(names) - SHOWN_COLUMNS} more" if len(names) > SHOWN_COLUMNS else ""
+    return (", ".join(names[:SHOWN_COLUMNS]) or "none") + more

@@ -13,10 +13,10 @@ import jinja2.meta
 import jinja2.sandbox
 from jinja2 import nodes
 
+from batchrun.data.sources import column_list
 from batchrun.errors import InputError
 
 WHOLE_ROW = "row"
-SHOWN_COLUMNS = 50
 
 
 def _finalize(value: Any) -> Any:
@@ -50,12 +50,6 @@ def _environment() -> jinja2.Environment:
 
 
 ENVIRONMENT = _environment()
-
-
-def column_list(names: Sequence[str]) -> str:
-    """Column names for a message."""
-    more = f" and {len(names) - SHOWN_COLUMNS} more" if len(names) > SHOWN_COLUMNS else ""
-    return (", ".join(names[:SHOWN_COLUMNS]) or "none") + more
 
 
 class Template:

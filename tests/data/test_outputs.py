@@ -202,6 +202,9 @@ def test_hugging_face_features_survive(tmp_path: Path) -> None:
     )
     data = datasets.Dataset.from_dict({"text": ["a", "b"], "label": [0, 1], "drop": [1, 2]}, features=features)
     write_part(tmp_path, data.data.table, [OK, BAD], columns=["label", "text"])
+    stored = pq.read_schema(tmp_path / "out/part-00000-000000.parquet")
+    described = json.loads(stored.metadata[b"huggingface"])["info"]["features"]
+    assert list(described) == stored.names
     loaded = datasets.load_dataset(
         "parquet", data_dir=str(tmp_path / "out"), split="train", cache_dir=str(tmp_path / "cache")
     )

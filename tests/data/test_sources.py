@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from batchrun.config import InputConfig
 from batchrun.data import sources
-from batchrun.data.sources import InputFile, Source, open_source
+from batchrun.data.sources import InputFile, Source, column_list, open_source
 from batchrun.errors import InputError
 
 
@@ -187,7 +187,7 @@ def test_file_that_shrank_or_broke_after_it_was_opened(tmp_path: Path) -> None:
 def test_a_huge_row_group_is_read_in_small_batches(tmp_path: Path) -> None:
     rows = 200_000
     texts = [f"review number {row} " * 6 for row in range(rows)]
-    write(tmp_path / "a.parquet", {"text": texts}, row_group_size=rows, use_dictionary=False)
+    write(tmp_path / "a.parquet", {"text": texts}, row_group_size=rows, use_dictionary=False, compression="none")
     source = opened(tmp_path)
     before = pa.total_allocated_bytes()
     largest = peak = count = 0
@@ -247,3 +247,8 @@ def test_read_returns_exactly_the_rows_asked_for(
         assert batch.column("id").to_pylist() == list(range(first, first + batch.num_rows))
         assert any(start <= first and first + batch.num_rows <= stop for start, stop in ranges)
         assert 0 < batch.num_rows <= batch_rows
+
+
+def test_long_column_lists_are_cut() -> None:
+    assert column_list([f"c{number}" for number in range(60)]).endswith("c49 and 10 more")
+    assert column_list([]) == "none"

@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -83,6 +84,37 @@ def test_part_of_other_rows_is_made_again(tmp_path: Path, caplog: pytest.LogCapt
         caplog.clear()
         assert not store.finished(chunk, source)
         assert f"{path} does not hold" in caplog.text
+
+
+def test_part_that_lacks_rows_is_made_again(tmp_path: Path) -> None:
+    store = Store(tmp_path, "f1")
+    pq.write_table(part().slice(1), tmp_path / CHUNK.part)
+    assert not store.finished(CHUNK, SOURCE)
+
+
+def test_flipped_bit_is_seen_by_readers_that_check(tmp_path: Path) -> None:
+    path = Store(tmp_path, "f1", "none").commit(CHUNK, part(text="needle"))
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"needle", b"noodle", 1))
+    with pytest.raises(OSError, match="CRC"):
+        pq.read_table(path, page_checksum_verification=True)
+
+
+def test_file_is_synced_before_the_rename_and_the_folder_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(tmp_path, "f1")
+    events: list[str] = []
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: events.append("folder" if stat.S_ISDIR(os.fstat(fd).st_mode) else "file")
+    )
+    replace = os.replace
+
+    def rename(source: Path, target: Path) -> None:
+        events.append("rename")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", rename)
+    store.commit(CHUNK, part())
+    assert events == ["file", "rename", "folder"]
 
 
 def test_part_of_another_job_or_of_none_is_refused_and_kept(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from batchrun.data.templates import Template, column_list, read_text
+from batchrun.data.templates import Template, read_text
 from batchrun.errors import InputError
 
 
@@ -90,11 +90,6 @@ def test_other_templates_are_refused(text: str) -> None:
 def test_templates_are_sandboxed(text: str) -> None:
     with pytest.raises(Exception, match=r"unsafe|not safe|undefined"):
         template(text, "x").render({"x": []})
-
-
-def test_long_column_lists_are_cut() -> None:
-    assert column_list([f"c{number}" for number in range(60)]).endswith("c49 and 10 more")
-    assert column_list([]) == "none"
 
 
 def test_text_is_looked_up_in_folders_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
