@@ -45,10 +45,10 @@ def _merge_kernel(
     for start in range(0, RUNS, CHUNK):
         run = start + tl.arange(0, CHUNK)
         lse = tl.load(run_lse_ptr + row * RUNS + run, mask=run < RUNS, other=-float("inf"))
-        mask = (lse > -float("inf"))[:, None] & (dv[None, :] < DV)  # a run without keys wrote no output
+        mask = (lse != -float("inf"))[:, None] & (dv[None, :] < DV)  # a run without keys wrote no output
         partial = tl.load(runs_ptr + (row * RUNS + run)[:, None] * DV + dv[None, :], mask=mask, other=0.0)
         acc += tl.sum(tl.exp2((lse - peak) * LOG2E)[:, None] * partial, 0)
-    is_filled = total > 0.0
+    is_filled = total != 0.0  # true of NaN, which must reach the output
     total = tl.where(is_filled, total, 1.0)
     out_row = sequence * out_stride + head * out_head_stride
     tl.store(out_ptr + out_row + dv, (acc / total).to(out_ptr.dtype.element_ty), mask=dv < DV)

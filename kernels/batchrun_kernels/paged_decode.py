@@ -133,7 +133,7 @@ def _decode_kernel(
         acc = tl.dot(p.to(q.dtype), v, acc * decay[:, None], input_precision="ieee")
         peak = new_peak
 
-    is_filled = total > 0.0
+    is_filled = total != 0.0  # true of NaN, which must reach the output
     total = tl.where(is_filled, total, 1.0)
     acc = acc / total[:, None]
     out_row = sequence * out_stride + head * out_head_stride + split * DV

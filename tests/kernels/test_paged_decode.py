@@ -158,6 +158,18 @@ def test_large_scores_do_not_overflow() -> None:
     torch.testing.assert_close(out.double(), case.reference(scale=100.0)[0], rtol=0, atol=1e-2)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about the NaN
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_a_broken_query_is_not_hidden(num_splits: int) -> None:
+    case = make_case()
+    case.q[3, 1] = torch.nan
+    lse = torch.zeros(4, 4)
+    broken = case.run(scale=0.2, num_splits=num_splits, lse=lse).isnan()
+    assert broken[3, 1].all()
+    assert broken.sum() == 64
+    assert lse.isnan().nonzero().tolist() == [[3, 1]]
+
+
 def test_an_empty_batch_and_an_empty_row() -> None:
     case = make_case(lengths=[0])
     assert torch.equal(case.run(scale=1.0), torch.zeros(1, 4, 64))
