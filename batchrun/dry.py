@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, takewhile
+from operator import eq
 
 import numpy as np
 import torch
@@ -51,10 +55,10 @@ def plan(config: Config) -> int:
         print(f"{'':<12}and {len(files) - 10:,} more")
     print(f"{'rows':<12}{source.rows:,}")
     print(f"{'chunks':<12}{source.num_chunks:,} of up to {config.output.chunk_rows:,} rows, one part each")
-    lengths, errors = _sample_lengths(job)
-    _print_lengths(lengths, errors, source.rows)
-    _print_memory(job, lengths)
-    _print_time(job, lengths)
+    sample = _sample(job)
+    _print_lengths(sample, source.rows)
+    _print_memory(job, sample)
+    _print_time(job, sample)
     return 0
 
 
@@ -72,41 +76,55 @@ def _print_prompt(job: Job, source: str, number: int, prompt: Prompt) -> None:
         print(job.tokenizer.decode(prompt.ids, skip_special_tokens=False))
 
 
-def _sample_lengths(job: Job) -> tuple[np.ndarray, int]:
-    """Prompt lengths (int64, sorted) and the number of unusable rows, from chunks spread over the whole input."""
-    places = np.unique(np.linspace(0, job.plan.num_chunks - 1, SAMPLED_PLACES).astype(int)).tolist()
-    chosen = (chunk for i, chunk in enumerate(job.plan.chunks()) if i in places)
-    per_place = -(-SAMPLED_ROWS // len(places))
-    lengths: list[int] = []
-    errors = 0
-    taken: dict[Chunk, int] = {}
-    for chunk in chosen:
-        head = Chunk(chunk.file, chunk.index, chunk.start, min(chunk.stop, chunk.start + per_place))
-        for _, _, prompts in _prompts(job, iter([head])):
-            errors += sum(prompt.error_type is not None for prompt in prompts)
-            lengths += [len(prompt.ids) for prompt in prompts if prompt.error_type is None]
-            taken[chunk] = taken.get(chunk, 0) + len(prompts)
-    return np.sort(np.array(lengths, dtype=np.int64)), errors
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What the prompts of some rows, taken from all over the input, look like."""
+
+    lengths: np.ndarray  # int64 [n], ascending
+    unusable: int  # rows that make no prompt
+    shared: float  # share of the prompts' tokens that repeat the beginning of another sampled prompt
+
+    @property
+    def mean(self) -> float:
+        return float(self.lengths.mean()) if len(self.lengths) else 0.0
 
 
-def _print_lengths(lengths: np.ndarray, errors: int, rows: int) -> None:
+def _sample(job: Job) -> Sample:
+    places = set(np.linspace(0, job.plan.num_chunks - 1, SAMPLED_PLACES).astype(int).tolist())
+    chosen = [chunk for i, chunk in enumerate(job.plan.chunks()) if i in places]
+    per_place = -(-SAMPLED_ROWS // len(chosen))
+    heads = (dataclasses.replace(chunk, stop=min(chunk.stop, chunk.start + per_place)) for chunk in chosen)
+    prompts = [prompt for _, _, batch in _prompts(job, heads) for prompt in batch]
+    usable = sorted(prompt.ids for prompt in prompts if prompt.error_type is None)
+    lengths = np.sort(np.array([len(ids) for ids in usable], dtype=np.int64))
+    return Sample(lengths, len(prompts) - len(usable), _shared_tokens(usable) / max(int(lengths.sum()), 1))
+
+
+def _shared_tokens(prompts: Sequence[list[int]]) -> int:
+    """Tokens of sorted prompts that a prefix tree holds once for several: what each has in common with the
+    one before it."""
+    return sum(len(list(takewhile(bool, map(eq, a, b)))) for a, b in pairwise(prompts))
+
+
+def _print_lengths(sample: Sample, rows: int) -> None:
+    lengths = sample.lengths
     if not len(lengths):
-        print(f"{'prompts':<12}none of the {errors:,} sampled rows makes a prompt; mode=preview shows why")
+        print(f"{'prompts':<12}none of the {sample.unusable:,} sampled rows makes a prompt; mode=preview shows why")
         return
-    sampled = len(lengths) + errors
     p50, p90, p99 = np.percentile(lengths, [50, 90, 99])
     print(
-        f"{'prompts':<12}mean {lengths.mean():,.0f} tokens, median {p50:,.0f}, 90 % {p90:,.0f}, 99 % {p99:,.0f}, "
-        f"longest {lengths[-1]:,} ({sampled:,} of {rows:,} rows sampled"
-        + (f", {errors:,} of them unusable)" if errors else ")")
+        f"{'prompts':<12}mean {sample.mean:,.0f} tokens, median {p50:,.0f}, 90 % {p90:,.0f}, 99 % {p99:,.0f}, "
+        f"longest {lengths[-1]:,}; {sample.shared:.0%} of them in prefixes that prompts share"
     )
+    unusable = f", {sample.unusable:,} of them unusable" if sample.unusable else ""
+    print(f"{'':<12}({len(lengths) + sample.unusable:,} of {rows:,} rows sampled{unusable})")
     counts, edges = np.histogram(lengths, bins=min(HISTOGRAM_BINS, int(lengths[-1] - lengths[0]) + 1))
     for i in range(len(counts)):
         bar = "#" * round(40 * counts[i] / counts.max())
-        print(f"{'':<12}{edges[i]:>8,.0f} - {edges[i + 1]:>8,.0f} tokens {counts[i]:>7,} rows {bar}")
+        print(f"{'':<12}{edges[i]:>8,.0f} - {edges[i + 1]:>8,.0f} tokens {counts[i]:>7,} rows {bar}".rstrip())
 
 
-def _print_memory(job: Job, lengths: np.ndarray) -> None:
+def _print_memory(job: Job, sample: Sample) -> None:
     engine, checkpoint = job.config.engine, job.checkpoint
     device = choose_device(job.config.model.device)
     dtype = choose_dtype(job.config.model.dtype, checkpoint, device)
@@ -118,7 +136,7 @@ def _print_memory(job: Job, lengths: np.ndarray) -> None:
         print(f"{'':<12}{count} x {window:,} tokens take {count * window * per_token / GIB:.2f} GiB")
     budget = kv_budget(engine, per_token, window, device)
     tokens = int(budget // per_token)
-    per_row = int(lengths.mean() if len(lengths) else window) + job.config.sampling.max_tokens
+    per_row = int(sample.mean or window) + job.config.sampling.max_tokens
     fit = min(engine.max_num_seqs, tokens // min(per_row, window))
     print(
         f"{'':<12}{budget / GIB:.2f} GiB on {device} hold {tokens:,} tokens: {fit:,} rows of {per_row:,} tokens "
@@ -126,25 +144,23 @@ def _print_memory(job: Job, lengths: np.ndarray) -> None:
     )
 
 
-def _print_time(job: Job, lengths: np.ndarray) -> None:
+def _print_time(job: Job, sample: Sample) -> None:
     """2 x parameters operations a token, at the rate of a large matrix product measured here."""
-    if not len(lengths):
+    if not len(sample.lengths):
         return
-    rows, most = job.plan.rows, job.config.sampling.max_tokens
-    prompt_tokens = int(lengths.mean() * rows)
-    device = choose_device(job.config.model.device)
-    dtype = choose_dtype(job.config.model.dtype, job.checkpoint, device)
-    parameters = count_parameters(job.checkpoint)
-    rate = matmul_rate(dtype, device)
-    seconds = [2 * parameters * tokens / rate for tokens in (prompt_tokens, prompt_tokens + rows * most)]
-    print(f"{'tokens':<12}about {prompt_tokens:,} in prompts, at most {rows * most:,} to generate")
+    config = job.config
+    device = choose_device(config.model.device)
+    dtype = choose_dtype(config.model.dtype, job.checkpoint, device)
+    parameters, rate = count_parameters(job.checkpoint), matmul_rate(dtype, device)
+    prompts = int(sample.mean * job.plan.rows)
+    computed = int(prompts * (1 - sample.shared)) if config.engine.prefix_caching else prompts
+    most = config.sampling.max_tokens * job.plan.rows
+    least, longest = (2 * parameters * tokens / rate for tokens in (computed, computed + most))
+    print(f"{'tokens':<12}about {prompts:,} in prompts, {computed:,} of them to compute; at most {most:,} to generate")
+    print(f"{'time':<12}at least {_duration(least)} for the prompts, {_duration(longest)} with full-length answers")
     print(
-        f"{'time':<12}at least {_duration(seconds[0])} if answers are short and no prefix is shared, "
-        f"{_duration(seconds[1])} if every row uses max_tokens={most}"
-    )
-    print(
-        f"{'':<12}(2 x {parameters / 1e6:,.0f} M parameters x tokens at {rate / 1e12:.2f} TFLOP/s, measured here "
-        f"on {device} in {str(dtype).removeprefix('torch.')}; attention and short batches come on top)"
+        f"{'':<12}(2 x {parameters / 1e6:,.0f} M parameters x tokens at {rate / 1e12:.2f} TFLOP/s, measured here on "
+        f"{device} in {str(dtype).removeprefix('torch.')}; attention and short batches come on top)"
     )
 
 

@@ -43,6 +43,7 @@ class Job:
         settings["model.files"] = self.checkpoint.identity()
         settings["model.path"] = self.checkpoint.name
         settings["model.tokenizer"] = tokenizer_identity(self.tokenizer)
+        settings["output.columns"] = self.config.output.columns or self.source.schema.names
         # Of texts that may lie in files the content counts, not the place.
         for key in ("prompt.template_file", "prompt.chat_template"):
             settings.pop(key)
@@ -58,6 +59,7 @@ class Job:
         if output.path is None:
             raise ConfigError("output.path is not set: name a folder, e.g. output.path=out/labels")
         folder = Path(output.path).expanduser()
+        self._check_apart(folder)
         manifest = build_manifest(self.settings(), self.source.files, batchrun=__version__, versions=_versions())
         schema = OutputSchema(output, self.source.schema, manifest["fingerprint"])
         old = read_manifest(folder)
@@ -67,6 +69,15 @@ class Job:
         if not write_manifest(folder, manifest):
             check_manifest(read_manifest(folder) or {}, manifest)
         return store, schema
+
+    def _check_apart(self, folder: Path) -> None:
+        """Parts among the input files would be input of the next run."""
+        for searched in (Path(path).expanduser() for path in self.config.input.path):
+            if searched.is_dir() and folder.resolve().is_relative_to(searched.resolve()):
+                raise ConfigError(
+                    f"output.path={folder} lies in the input folder {searched}, where its parts would be read as "
+                    "input: use a folder outside of it"
+                )
 
     def own_chunks(self) -> Iterator[Chunk]:
         """This worker's share of the plan: chunk i goes to worker i mod count."""

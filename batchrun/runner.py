@@ -35,11 +35,14 @@ def run(config: Config) -> int:
     store, schema = job.open_store()
     own = list(job.own_chunks())
     todo = [chunk for chunk in own if not store.finished(chunk, job.source.files[chunk.file].name)]
-    rows, rows_todo = (sum(chunk.rows for chunk in chunks) for chunks in (own, todo))
-    with Metrics(config, store.state_folder) as metrics, Progress(rows, rows - rows_todo, config.report.interval) as progress:
+    rows, left = (sum(chunk.rows for chunk in chunks) for chunks in (own, todo))
+    with (
+        Metrics(config, store.state_folder) as metrics,
+        Progress(rows, rows - left, config.report.interval) as progress,
+    ):
         for buffer in finished_chunks(job, schema, todo, metrics, progress):
             store.commit(buffer.chunk, schema.table(buffer.batches, buffer.chunk, buffer.source_name, buffer.results))
-    print_summary(store.folder, schema, own, rows_todo, metrics)
+    print_summary(store.folder, schema, own, left, metrics)
     return 0
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -91,16 +93,36 @@ def load_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype)
 
     options = checkpoint.model
     try:
-        module = AutoModelForCausalLM.from_pretrained(
-            checkpoint.folder,
-            dtype=dtype,
-            attn_implementation=hook.NAME,
-            trust_remote_code=options.trust_remote_code,
-            use_safetensors=None if options.allow_pickle else True,
-        )
+        with _no_progress_bars():
+            module = AutoModelForCausalLM.from_pretrained(
+                checkpoint.folder,
+                dtype=dtype,
+                attn_implementation=hook.NAME,
+                trust_remote_code=options.trust_remote_code,
+                use_safetensors=None if options.allow_pickle else True,
+            )
     except ValueError as error:
         raise UnsupportedModel(f"model={options.path}: {error}") from error
+    except KeyError as error:
+        if error.args != (hook.NAME,):
+            raise
+        family = checkpoint.config.model_type
+        raise UnsupportedModel(f"{family}: it picks its attention from a list of its own, where ours is not") from error
     return PagedModel(module.to(device))
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """transformers draws a bar even where stderr is a log file."""
+    from transformers.utils import logging as transformers_logging
+
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
 
 
 def choose_device(name: str) -> torch.device:

@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from batchrun.engine.engine import Engine
+from batchrun.engine.llm import LLM
 
 VOCABULARY = 256
 SHAPE: dict[str, Any] = {
@@ -55,10 +59,51 @@ def make_model(family: str, folder: Path, **changes: Any) -> Path:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Words `w0` … `w255`, one id each; `w0` is BOS and `w1` EOS."""
-    vocabulary = {f"w{i}": i for i in range(VOCABULARY)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w3"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    """Ids 0 to 3 are BOS, EOS, padding and unknown; id i above them is the word `w` + i."""
+    special = ["<s>", "</s>", "<pad>", "<unk>"]
+    vocabulary = {word: i for i, word in enumerate([*special, *(f"w{i}" for i in range(4, VOCABULARY))])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="w0", eos_token="w1", pad_token="w2", unk_token="w3"
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
     )
+
+
+def load(folder: Path, **options: Any) -> LLM:
+    """The engine on one of these models, with room for 4096 tokens unless `options` say otherwise."""
+    defaults = {"dtype": "float32", "device": "cpu", "block_size": 16, "num_blocks": 4096 // options.get("block_size", 16)}
+    return LLM(str(folder), offline=True, **{**defaults, **options})
+
+
+class Optimist:
+    """A length estimate that expects next to nothing and never learns, so that the engine must preempt."""
+
+    share = 0.01
+
+    def observe(self, generated: int, allowed: int) -> None:
+        pass
+
+    def raise_after_preemption(self) -> None:
+        pass
+
+
+def make_optimistic(llm: LLM) -> LLM:
+    llm.engine.scheduler.estimate = Optimist()  # type: ignore[assignment]
+    return llm
+
+
+def random_prompt(seed: int, length: int) -> list[int]:
+    """Token ids other than the special ones."""
+    return np.random.default_rng(seed).integers(4, VOCABULARY, size=length).tolist()
+
+
+def assert_idle(engine: Engine) -> None:
+    """Nothing runs, waits or is held, and the books of the pool agree."""
+    scheduler = engine.scheduler
+    assert not engine.has_work()
+    engine.pool.check_integrity()
+    assert engine.pool.num_free == engine.pool.num_blocks
+    assert scheduler.slots.num_free == scheduler.slots.capacity
+    assert not scheduler._computing
+    assert not engine._sequences
+    assert not engine._matchers

@@ -1,0 +1,88 @@
+"""`mode=plan` and `mode=preview`: what they say, and that they need no weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchrun import dry
+from tests.test_runner import job, words, write_input
+
+LLAMA_2_7B = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 4096,
+    "vocab_size": 32000,
+    "dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def llama_2_7b(smollm2: Path, tmp_path: Path) -> Path:
+    """The config of Llama-2-7B with another model's tokenizer, and no weights."""
+    folder = tmp_path / "llama-2-7b"
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(smollm2 / name, folder)
+    (folder / "config.json").write_text(json.dumps(LLAMA_2_7B))
+    return folder
+
+
+def test_plan_shows_the_kv_cost_of_a_known_model(
+    llama_2_7b: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_input(tmp_path / "in", words(300), files=2)
+    changes = {"model__dtype": "bfloat16", "engine__kv_cache_gib": 32, "engine__max_num_seqs": 256}
+    assert dry.plan(job(llama_2_7b, source, tmp_path / "out", **changes)) == 0
+    shown = capsys.readouterr().out
+    assert "2 (K and V) x 32 layers x 32 KV heads x 128 dimensions x 2 bytes = 524,288 bytes = 0.5 MiB a token" in shown
+    assert "16 x 4,096 tokens take 32.00 GiB" in shown
+    assert "6,738 M parameters" in shown
+    assert "rows-1.parquet: 150 rows" in shown
+    assert "chunks      6 of up to 64 rows" in shown
+    assert not (tmp_path / "out").exists()
+
+
+def test_plan_counts_tokens_and_shared_prefixes(
+    smollm2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_input(tmp_path / "in", ["same beginning of every row " * 10 + str(i) for i in range(50)])
+    dry.plan(job(smollm2, source, tmp_path / "out"))
+    shown = capsys.readouterr().out
+    assert "(50 of 50 rows sampled)" in shown
+    assert "9" in shown.partition("; ")[2].partition("%")[0]
+
+
+def test_plan_says_when_rows_make_no_prompt(smollm2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dry.plan(job(smollm2, write_input(tmp_path / "in", [None, ""]), tmp_path / "out"))
+    assert "none of the 2 sampled rows makes a prompt" in capsys.readouterr().out
+
+
+def test_preview_shows_special_tokens_and_needs_no_weights(
+    llama_2_7b: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_input(tmp_path / "in", ["first row", None, "third row", "fourth row"])
+    config = job(llama_2_7b, source, tmp_path / "out", prompt__kind="chat", prompt__system="Be brief.")
+    assert dry.preview(config) == 0
+    shown = capsys.readouterr().out
+    assert "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nfirst row<|im_end|>" in shown
+    assert "rows-0.parquet row 1: 0 tokens\nempty_prompt" in shown
+    assert "third row" in shown
+    assert "fourth row" not in shown
+
+
+def test_preview_of_no_rows(smollm2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in").mkdir()
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "in" / "a.parquet")
+    assert dry.preview(job(smollm2, tmp_path / "in", tmp_path / "out")) == 0
+    assert "no rows" in capsys.readouterr().out
