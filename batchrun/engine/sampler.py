@@ -13,6 +13,7 @@ import torch
 GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
 MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+TINY = torch.finfo(torch.float32).tiny
 
 
 def sample(
@@ -31,8 +32,9 @@ def sample(
     rows = np.flatnonzero(temperature > 0)
     if len(rows):
         index = torch.from_numpy(rows).to(logits.device)
-        heat = torch.from_numpy(temperature[rows]).to(logits)
-        scaled = logits[index] / heat[:, None]
+        heat = torch.from_numpy(temperature[rows]).to(logits).clamp_min(TINY)
+        # Below zero a division by the smallest temperature overflows to -inf, which is a probability of 0.
+        scaled = (logits[index] - logits[index].amax(dim=-1, keepdim=True)) / heat[:, None]
         scaled = _keep_top_k(scaled, top_k[rows])
         scaled = _keep_top_p(scaled, top_p[rows])
         tokens[index] = (scaled.double() + gumbel_noise(seeds[rows], positions[rows], scaled)).argmax(dim=-1)
@@ -44,7 +46,8 @@ def gumbel_noise(seeds: np.ndarray, positions: np.ndarray, like: torch.Tensor) -
     key = _mix(torch.from_numpy(seeds + positions * np.int64(GOLDEN)))
     tokens = torch.arange(like.shape[-1], device=like.device) * GOLDEN
     bits = _mix(key.to(like.device)[:, None] + tokens)
-    uniform = ((bits >> 11) & (2**53 - 1)).double().add_(0.5).mul_(2.0**-53)
+    # 52 bits: with 53 the half would be rounded away, and the largest number would be 1, whose noise is infinite.
+    uniform = ((bits >> 12) & (2**52 - 1)).double().add_(0.5).mul_(2.0**-52)
     return uniform.log_().neg_().log_().neg_()
 
 
@@ -81,7 +84,7 @@ def _keep_top_p(logits: torch.Tensor, top_p: np.ndarray) -> torch.Tensor:
     ranked, order = logits[index].sort(dim=-1, descending=True, stable=True)
     probability = ranked.softmax(dim=-1)
     before = probability.cumsum(dim=-1) - probability
-    limit = torch.from_numpy(top_p[rows]).to(logits)[:, None]
+    limit = torch.from_numpy(top_p[rows]).to(logits).clamp_min(TINY)[:, None]
     ranked = ranked.masked_fill(before >= limit, float("-inf"))
     logits[index] = torch.empty_like(ranked).scatter_(1, order, ranked)
     return logits
