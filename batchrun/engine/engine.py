@@ -58,27 +58,28 @@ class Engine:
         self.scheduler = Scheduler(pool, min(max_num_seqs, max_batched_tokens), max_batched_tokens)
         self.last_step: StepStats | None = None
         self._sequences: dict[Any, Sequence] = {}
-        self._matchers: dict[int, StopMatcher] = {}  # by slot, for rows with stop strings
         self._refused: list[Completion] = []
         self._num_added = 0
 
     def add(self, request: Request) -> None:
         """Queue a request. One that can never run comes back from the next step with finish_reason "error"."""
         self._num_added += 1
-        ids = np.asarray(request.prompt_ids, dtype=np.int32)
-        refusal = self._refuse(request, ids)
+        given = np.asarray(request.prompt_ids, dtype=np.int64)
+        refusal = self._refuse(request, given)
         if refusal:
             self._refused.append(refusal)
             return
-        caching = self.pool.prefix_caching
+        params, caching = request.params, self.pool.prefix_caching
+        ids = given.astype(np.int32)
         sequence = Sequence(
             request=request,
-            seed=self._num_added if request.params.seed is None else request.params.seed,
+            seed=self._num_added if params.seed is None else params.seed,
             token_ids=ids,
             num_prompt=len(ids),
-            max_total=min(len(ids) + request.params.max_tokens, self.max_model_len),
+            max_total=min(len(ids) + params.max_tokens, self.max_model_len),
             digests=block_hashes(ids, self.pool.block_size) if caching else [],
             arrived_at=time.perf_counter(),
+            stops=StopMatcher(self.tokenizer, params.stop, params.skip_special_tokens) if params.stop else None,
         )
         self._sequences[request.key] = sequence
         self.scheduler.add(sequence)
@@ -87,13 +88,13 @@ class Engine:
         """Forget a request and free its blocks; an unknown or finished key is ignored."""
         sequence = self._sequences.pop(key, None)
         if sequence is not None:
-            self._matchers.pop(sequence.slot, None)
             self.scheduler.abort(sequence)
 
     @property
     def room(self) -> int:
         """Requests worth adding: enough wait so that no step runs short, and no more are held."""
-        return self.scheduler.slots.capacity - len(self.scheduler.waiting)
+        # Preempted rows wait too, beyond what was let in.
+        return max(0, self.scheduler.slots.capacity - len(self.scheduler.waiting))
 
     def has_work(self) -> bool:
         return bool(self._refused) or self.scheduler.has_work()
@@ -143,21 +144,13 @@ class Engine:
 
     def _find_stop(self, slot: int, token: int) -> _End | None:
         """Whether the row's own stops end it with this token."""
-        params = self._sequence(slot).request.params
-        if token in params.stop_token_ids:
+        sequence = self._sequence(slot)
+        if token in sequence.request.params.stop_token_ids:
             return None, token, "stop"
-        if not params.stop:
-            return None
-        if slot not in self._matchers:
-            self._matchers[slot] = StopMatcher(self.tokenizer, params.stop, params.skip_special_tokens)
-            generated = self.scheduler.slots.token_ids[slot, self._num_prompt(slot) : self._num_tokens(slot) - 1]
-            for earlier in generated:  # of a row that was preempted and came back
-                self._matchers[slot].add(int(earlier))
-        match = self._matchers[slot].add(token)
+        match = None if sequence.stops is None else sequence.stops.add(token)
         return None if match is None else (match[0], match[1], "stop")
 
     def _finish(self, slot: int, text: str | None, stop_reason: str | int | None, finish_reason: str) -> Completion:
-        self._matchers.pop(slot, None)
         sequence = self.scheduler.finish(slot)
         request, now = sequence.request, time.perf_counter()
         del self._sequences[request.key]
@@ -184,6 +177,9 @@ class Engine:
         elif len(ids) >= self.max_model_len:
             kind = "prompt_too_long"
             why = f"the prompt has {len(ids)} tokens; with one generated token at most {self.max_model_len} fit"
+        elif (outside := (ids < 0) | (ids >= self.model.vocab_size)).any():
+            kind = "invalid_row"
+            why = f"token {ids[outside][0]} is not one of the model's: its ids go from 0 to {self.model.vocab_size - 1}"
         elif request.key in self._sequences:
             raise ValueError(f"request key {request.key!r} is already in the engine")
         else:
@@ -207,12 +203,6 @@ class Engine:
         sequence = self.scheduler.slots.sequences[slot]
         assert sequence is not None
         return sequence
-
-    def _num_prompt(self, slot: int) -> int:
-        return int(self.scheduler.slots.num_prompt[slot])
-
-    def _num_tokens(self, slot: int) -> int:
-        return int(self.scheduler.slots.num_tokens[slot])
 
 
 def row_seed(seed: int, *identity: object) -> int:

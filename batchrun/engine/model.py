@@ -30,6 +30,7 @@ class PagedModel:
         self.module: Any = module.eval().requires_grad_(False)
         self.device: torch.device = next(module.parameters()).device
         self.dtype: torch.dtype = next(module.parameters()).dtype
+        self.vocab_size: int = module.get_input_embeddings().weight.shape[0]
         self.backend: AttentionBackend | None = None
         self._keeps_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
         self.layers = self._probe()

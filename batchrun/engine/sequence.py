@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from batchrun.engine.detokenizer import StopMatcher
 from batchrun.engine.params import Request
 
 
@@ -20,6 +21,7 @@ class Sequence:
     max_total: int  # prompt + completion tokens at most
     digests: list[bytes]  # of the full blocks of token_ids known so far
     arrived_at: float  # seconds, time.perf_counter
+    stops: StopMatcher | None = None  # what the text so far holds of the request's stop strings
     slot: int = -1  # -1: waiting
     cached_tokens: int = -1  # prompt tokens found in the cache when first admitted; -1: not yet admitted
     admitted_at: float = 0.0

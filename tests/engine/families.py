@@ -71,7 +71,12 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 def load(folder: Path, **options: Any) -> LLM:
     """The engine on one of these models, with room for 4096 tokens unless `options` say otherwise."""
-    defaults = {"dtype": "float32", "device": "cpu", "block_size": 16, "num_blocks": 4096 // options.get("block_size", 16)}
+    defaults = {
+        "dtype": "float32",
+        "device": "cpu",
+        "block_size": 16,
+        "num_blocks": 4096 // options.get("block_size", 16),
+    }
     return LLM(str(folder), offline=True, **{**defaults, **options})
 
 
@@ -106,4 +111,3 @@ def assert_idle(engine: Engine) -> None:
     assert scheduler.slots.num_free == scheduler.slots.capacity
     assert not scheduler._computing
     assert not engine._sequences
-    assert not engine._matchers
