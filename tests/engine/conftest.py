@@ -1,0 +1,34 @@
+"""Tiny models, each saved once per session. One torch thread: larger pools cost more than they bring here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from tests.engine.families import make_model
+
+torch.set_num_threads(1)
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="session")
+def family_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """family -> folder of its tiny model. Tests that change files copy it first."""
+    folders: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in folders:
+            folders[family] = make_model(family, tmp_path_factory.mktemp(family))
+        return folders[family]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def llama(family_folder: Callable[[str], Path]) -> Path:
+    return family_folder("llama")

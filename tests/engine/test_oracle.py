@@ -1,0 +1,129 @@
+"""The engine says what transformers' own generate says, token for token, however the work is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from batchrun.engine.model import UnsupportedModel
+from batchrun.engine.params import Completion, SamplingParams
+from batchrun.errors import ConfigError
+from tests.engine.families import FAMILIES, assert_idle, load, make_model, make_optimistic, random_prompt
+
+MAX_TOKENS = 20
+SHARED = random_prompt(0, 50)
+# Lengths on both sides of the windows (8) and of the blocks (4, 16, 64), then four rows that begin alike.
+PROMPTS = [random_prompt(length, length) for length in (1, 7, 16, 33, 65, 90)]
+PROMPTS += [SHARED + random_prompt(100 + i, length) for i, length in enumerate((1, 6, 14, 30))]
+CLEAR = 2e-5  # of the two best logits: with less between them, rounding decides and a reference proves nothing
+
+MODES: dict[str, dict[str, Any]] = {
+    "alone": {"max_num_seqs": 1},
+    "batched": {},
+    "chunks of 7": {"max_batched_tokens": 7},
+    "no prefix caching": {"prefix_caching": False},
+    "blocks of 4": {"block_size": 4},
+    "blocks of 64": {"block_size": 64},
+}
+
+Reference = Callable[[str], list[list[int]]]
+
+
+@pytest.fixture(scope="session")
+def reference(family_folder: Callable[[str], Path]) -> Reference:
+    """family -> completion token ids of PROMPTS by `generate`, each prompt alone, eager attention."""
+    known: dict[str, list[list[int]]] = {}
+
+    def tokens(family: str) -> list[list[int]]:
+        if family not in known:
+            model = AutoModelForCausalLM.from_pretrained(
+                family_folder(family), dtype=torch.float32, attn_implementation="eager"
+            )
+            known[family] = [generate(model, prompt) for prompt in PROMPTS]
+        return known[family]
+
+    return tokens
+
+
+@torch.inference_mode()
+def generate(model: Any, prompt: list[int]) -> list[int]:
+    out = model.generate(
+        torch.tensor([prompt]),
+        max_new_tokens=MAX_TOKENS,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    best = torch.cat(out.logits).topk(2).values
+    assert (best[:, 0] - best[:, 1]).min() > CLEAR, "the reference itself is undecided: choose another prompt"
+    return out.sequences[0, len(prompt) :].tolist()
+
+
+def token_ids(completions: list[Completion]) -> list[list[int]]:
+    assert all(c.error is None for c in completions)
+    return [c.token_ids for c in completions]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_generate(family: str, mode: str, family_folder: Callable[[str], Path], reference: Reference) -> None:
+    llm = load(family_folder(family), **MODES[mode])
+    assert token_ids(llm.generate(PROMPTS, SamplingParams(max_tokens=MAX_TOKENS))) == reference(family)
+    assert_idle(llm.engine)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_generate_when_preempted(
+    family: str, family_folder: Callable[[str], Path], reference: Reference
+) -> None:
+    llm = make_optimistic(load(family_folder(family), block_size=4, num_blocks=30))
+    assert token_ids(llm.generate(PROMPTS, SamplingParams(max_tokens=MAX_TOKENS))) == reference(family)
+    assert llm.engine.scheduler.num_preemptions > 0
+    assert_idle(llm.engine)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_generate_from_cached_prefixes(
+    family: str, family_folder: Callable[[str], Path], reference: Reference
+) -> None:
+    llm = load(family_folder(family))
+    params = SamplingParams(max_tokens=MAX_TOKENS)
+    first = llm.generate(PROMPTS, params)
+    assert token_ids(first) == reference(family)
+    # In one call: the first row that has the prefix computes it, the other three wait a step and share it.
+    assert [c.cached_tokens for c in first[-4:]] == [0, 48, 48, 48]
+    again = llm.generate(PROMPTS, params)
+    assert token_ids(again) == reference(family)
+    assert [c.cached_tokens for c in again] == [(len(p) - 1) // 16 * 16 for p in PROMPTS]
+    assert_idle(llm.engine)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "why"),
+    [
+        ("bloom", {}, "0 of its 3 layers attend"),
+        ("gpt_neo", {"attention_types": [[["global"], 3]], "num_layers": 3}, "a list of its own"),
+        ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, "1 of its 3 layers attend"),
+    ],
+)
+def test_refuses_a_family_it_cannot_serve(family: str, changes: dict[str, Any], why: str, tmp_path: Path) -> None:
+    make_model(family, tmp_path, **changes)
+    with pytest.raises(UnsupportedModel, match=why) as refusal:
+        load(tmp_path)
+    assert family in str(refusal.value).lower()
+
+
+def test_refuses_pickled_weights_unless_allowed(tmp_path: Path, reference: Reference) -> None:
+    make_model("llama", tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"no \.safetensors weights.*model\.allow_pickle=true"):
+        load(tmp_path)
+    llm = load(tmp_path, allow_pickle=True)
+    assert token_ids(llm.generate(PROMPTS, SamplingParams(max_tokens=MAX_TOKENS))) == reference("llama")

@@ -1,0 +1,310 @@
+"""The scheduler against a pretended model: the page store holds, in place of KV, a hash of the whole prefix.
+
+The hash at a position is computed from what the store holds for the position before, read through the
+row's block table, and the next token follows from the last hash. A wrong block table, a stale or shared
+page, or a resume that skips a position therefore changes what a row says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from batchrun.engine.batch import Batch
+from batchrun.engine.kv_cache import BlockPool, block_hashes
+from batchrun.engine.params import Request, SamplingParams
+from batchrun.engine.scheduler import Scheduler
+from batchrun.engine.sequence import Sequence
+from tests.engine.families import Optimist
+
+VOCABULARY = 11
+END = 10  # the token that ends a row early
+EMPTY = -1
+
+
+def mix(before: int, token: int) -> int:
+    """Hash of a prefix from the hash of the prefix one shorter and its last token."""
+    x = (before * 6364136223846793005 + token * 1442695040888963407 + 1) & (2**62 - 1)
+    return x ^ (x >> 29)
+
+
+def next_token(state: int) -> int:
+    return (state >> 7) % VOCABULARY
+
+
+def alone(prompt: list[int], max_total: int) -> list[int]:
+    """What the pretended model completes, without batches, pages or scheduler."""
+    state, tokens = 0, list(prompt)
+    for token in prompt:
+        state = mix(state, token)
+    while len(tokens) < max_total and (len(tokens) == len(prompt) or tokens[-1] != END):
+        tokens.append(next_token(state))
+        state = mix(state, tokens[-1])
+    return tokens
+
+
+@dataclass(slots=True)
+class Row:
+    prompt: list[int]
+    max_tokens: int
+    arrives: int  # step
+    aborted: int | None  # step
+
+
+class Simulation:
+    """Drives a scheduler with the pretended model and checks every batch."""
+
+    def __init__(self, pool: BlockPool, max_num_seqs: int, budget: int) -> None:
+        self.pool = pool
+        self.scheduler = Scheduler(pool, max_num_seqs, budget)
+        self.store = np.full(pool.num_blocks * pool.block_size, EMPTY, dtype=np.int64)
+        self.done: dict[int, list[int]] = {}
+        self.sequences: dict[int, Sequence] = {}
+        self.num_computed = 0
+        self.num_batches = 0
+
+    def add(self, key: int, prompt: list[int], max_tokens: int) -> None:
+        ids = np.array(prompt, dtype=np.int32)
+        limit = self.pool.num_blocks * self.pool.block_size
+        self.sequences[key] = Sequence(
+            request=Request(key, ids, SamplingParams(max_tokens=max_tokens)),
+            seed=0,
+            token_ids=ids,
+            num_prompt=len(ids),
+            max_total=min(len(ids) + max_tokens, limit),
+            digests=block_hashes(ids, self.pool.block_size) if self.pool.prefix_caching else [],
+            arrived_at=0.0,
+        )
+        self.scheduler.add(self.sequences[key])
+
+    def abort(self, key: int) -> None:
+        if key in self.sequences:
+            self.scheduler.abort(self.sequences.pop(key))
+
+    def step(self) -> Batch | None:
+        slots, before = self.scheduler.slots, self.scheduler.num_preemptions
+        running = set(slots.order.tolist())
+        batch = self.scheduler.schedule()
+        if batch is None:
+            assert not self.sequences, "rows are left but nothing is scheduled"
+            return None
+        new = set(batch.slots.tolist()) - running
+        assert not (new and self.scheduler.num_preemptions > before), "admitted in a step that preempted"
+        self.check_batch(batch)
+        self.check_held_back(batch, new)
+        self.scheduler.advance(batch, self.forward(batch))
+        self.check_pages(batch)
+        self.collect(batch)
+        self.pool.check_integrity()
+        self.num_computed += batch.num_tokens
+        self.num_batches += 1
+        return batch
+
+    def check_batch(self, batch: Batch) -> None:
+        lens = np.diff(batch.query_starts)
+        assert 0 < batch.num_tokens <= self.scheduler.max_batched_tokens
+        assert (lens > 0).all()
+        assert (lens[: batch.num_decodes] == 1).all()
+        assert (lens[batch.num_decodes :] > 1).all()
+        assert len(set(batch.slots.tolist())) == len(batch.slots)
+        assert len(set(batch.slot_mapping.tolist())) == batch.num_tokens, "two tokens go to one place"
+        written = np.unique(batch.slot_mapping // self.pool.block_size)
+        assert (self.pool.references[written] == 1).all(), "a page that others read is written"
+
+    def check_held_back(self, batch: Batch, new: set[int]) -> None:
+        """No admitted row computes a block of its prompt that another running row is computing."""
+        if not self.pool.prefix_caching:
+            return
+        slots, size = self.scheduler.slots, self.pool.block_size
+        for slot in new:
+            end = (int(slots.num_computed[slot]) // size + 1) * size
+            if end > slots.num_prompt[slot] or end >= slots.num_tokens[slot]:
+                continue
+            for other in slots.order[: slots.order.tolist().index(slot)]:
+                computing = slots.num_computed[other] < end <= slots.num_prompt[other]
+                same = (slots.token_ids[other, :end] == slots.token_ids[slot, :end]).all()
+                assert not (computing and same), "two rows compute the same prefix at once"
+
+    def forward(self, batch: Batch) -> np.ndarray:
+        size = self.pool.block_size
+        for row in range(len(batch.slots)):
+            for at in range(batch.query_starts[row], batch.query_starts[row + 1]):
+                position = int(batch.positions[at])
+                state = 0
+                if position:
+                    before = position - 1
+                    state = int(self.store[batch.block_tables[row, before // size] * size + before % size])
+                self.store[batch.slot_mapping[at]] = mix(state, int(batch.token_ids[at]))
+        last = batch.slot_mapping[batch.logits_index]
+        return np.array([next_token(int(state)) for state in self.store[last]], dtype=np.int64)
+
+    def check_pages(self, batch: Batch) -> None:
+        """Every position of every row, read through its block table, holds its own prefix."""
+        size = self.pool.block_size
+        for row, slot in enumerate(batch.slots):
+            state = 0
+            for position in range(batch.seq_lens[row]):
+                state = mix(state, int(self.scheduler.slots.token_ids[slot, position]))
+                assert self.store[batch.block_tables[row, position // size] * size + position % size] == state
+
+    def collect(self, batch: Batch) -> None:
+        slots = self.scheduler.slots
+        for slot in batch.slots[batch.sampled].tolist():
+            tokens = slots.token_ids[slot, : slots.num_tokens[slot]].tolist()
+            if tokens[-1] == END or len(tokens) >= slots.max_total[slot]:
+                key = self.scheduler.finish(slot).request.key
+                self.done[key] = tokens
+                del self.sequences[key]
+
+    def assert_idle(self) -> None:
+        self.pool.check_integrity()
+        assert not self.scheduler.has_work()
+        assert self.pool.num_free == self.pool.num_blocks
+        assert self.scheduler.slots.num_free == self.scheduler.slots.capacity
+        assert not self.scheduler._computing
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> list[Row]:
+    """Prompts that mostly begin like one of two others, so that sharing at every depth happens."""
+    heads = draw(st.lists(st.lists(st.integers(0, 2), min_size=8, max_size=20), min_size=1, max_size=2))
+    row = st.builds(
+        lambda head, share, tail, max_tokens, arrives, aborted: Row(
+            head[:share] + tail, max_tokens, arrives, None if aborted is None else arrives + aborted
+        ),
+        st.sampled_from(heads),
+        st.integers(0, 20),
+        st.lists(st.integers(0, 2), min_size=1, max_size=8),
+        st.integers(1, 14),
+        st.integers(0, 12),
+        st.none() | st.none() | st.integers(1, 10),
+    )
+    return draw(st.lists(row, min_size=1, max_size=12))
+
+
+@settings(max_examples=300)
+@given(
+    rows=rows(),
+    block_size=st.integers(1, 5),
+    spare_blocks=st.integers(0, 12),
+    max_num_seqs=st.integers(1, 6),
+    spare_budget=st.integers(0, 12),
+    caching=st.booleans(),
+    optimistic=st.booleans(),
+)
+def test_every_row_says_what_it_says_alone(
+    rows: list[Row],
+    block_size: int,
+    spare_blocks: int,
+    max_num_seqs: int,
+    spare_budget: int,
+    caching: bool,
+    optimistic: bool,
+) -> None:
+    least = -(-max(len(row.prompt) + 1 for row in rows) // block_size)
+    pool = BlockPool(least + spare_blocks, block_size, caching)
+    simulation = Simulation(pool, max_num_seqs, max_num_seqs + spare_budget)
+    if optimistic:
+        simulation.scheduler.estimate = Optimist()  # type: ignore[assignment]
+    last_arrival = max(row.arrives for row in rows)
+    for step in range(5000):
+        for key, row in enumerate(rows):
+            if row.arrives == step:
+                simulation.add(key, row.prompt, row.max_tokens)
+            if row.aborted == step:
+                simulation.abort(key)
+        if simulation.step() is None and step > last_arrival:
+            break
+    simulation.assert_idle()
+    limit = pool.num_blocks * block_size
+    for key, row in enumerate(rows):
+        if row.aborted is None:
+            assert key in simulation.done
+        if key in simulation.done:
+            assert simulation.done[key] == alone(row.prompt, min(len(row.prompt) + row.max_tokens, limit))
+
+
+def run_all(simulation: Simulation) -> None:
+    while simulation.step() is not None:
+        pass
+    simulation.assert_idle()
+
+
+def test_a_shared_prefix_is_computed_once() -> None:
+    head, size = list(range(8)) * 5, 4
+    simulation = Simulation(BlockPool(100, size), max_num_seqs=8, budget=16)
+    for key in range(6):
+        simulation.add(key, [*head, key, 1], max_tokens=1)
+    run_all(simulation)
+    assert simulation.num_computed == len(head) + 6 * 2
+    assert simulation.scheduler.cached_tokens == 5 * len(head)
+    assert simulation.scheduler.prompt_tokens == 6 * (len(head) + 2)
+
+
+def test_the_last_token_of_a_cached_prompt_is_computed_again() -> None:
+    simulation = Simulation(BlockPool(10, 4), max_num_seqs=2, budget=16)
+    for key in range(2):
+        simulation.add(key, [1, 2, 3, 4, 5, 6, 7, 8], max_tokens=1)
+        run_all(simulation)
+    assert simulation.num_computed == 8 + 4
+
+
+def test_preempts_the_youngest_and_still_finishes() -> None:
+    simulation = Simulation(BlockPool(6, 2), max_num_seqs=3, budget=8)
+    simulation.scheduler.estimate = Optimist()  # type: ignore[assignment]
+    prompts = [[0, 1], [2, 1], [3, 2]]  # none of them ends before its last token
+    for key, prompt in enumerate(prompts):
+        simulation.add(key, prompt, max_tokens=9)
+    simulation.step()
+    oldest = simulation.sequences[0]
+    while (batch := simulation.step()) is not None:
+        assert oldest.slot < 0 or oldest.slot in batch.slots, "the oldest row waits for younger ones"
+    assert simulation.scheduler.num_preemptions > 0
+    assert simulation.done == {key: alone(prompt, len(prompt) + 9) for key, prompt in enumerate(prompts)}
+    simulation.assert_idle()
+
+
+def test_expects_the_worst_before_any_row_has_finished() -> None:
+    simulation = Simulation(BlockPool(6, 2), max_num_seqs=3, budget=8)
+    for key in range(3):
+        simulation.add(key, [1, key], max_tokens=4)  # three blocks each at most
+    batch = simulation.step()
+    assert batch is not None
+    assert len(batch.slots) == 2
+    run_all(simulation)
+    assert simulation.scheduler.num_preemptions == 0
+
+
+def test_decodes_come_before_prompts_when_the_budget_is_short() -> None:
+    simulation = Simulation(BlockPool(100, 4), max_num_seqs=4, budget=5)
+    simulation.add(0, [3, 4, 5], max_tokens=50)
+    simulation.step()
+    simulation.add(1, list(range(10)), max_tokens=1)
+    batch = simulation.step()
+    assert batch is not None
+    assert np.diff(batch.query_starts).tolist() == [1, 4]
+    assert batch.sampled.tolist() == [0]
+
+
+def test_aborting_a_row_lets_those_that_wait_for_its_prefix_go_on() -> None:
+    head = list(range(10)) * 2
+    simulation = Simulation(BlockPool(100, 4), max_num_seqs=4, budget=6)
+    simulation.add(0, [*head, 1], max_tokens=2)
+    simulation.add(1, [*head, 2], max_tokens=2)
+    batch = simulation.step()
+    assert batch is not None
+    assert len(batch.slots) == 1
+    simulation.abort(0)
+    run_all(simulation)
+    assert simulation.done == {1: alone([*head, 2], len(head) + 3)}
+
+
+def test_a_row_that_cannot_ever_fit_is_not_taken() -> None:
+    simulation = Simulation(BlockPool(2, 2), max_num_seqs=1, budget=4)
+    sequence = Sequence(Request(0, [1]), 0, np.ones(1, np.int32), 1, 5, [], 0.0)
+    with pytest.raises(AssertionError):
+        simulation.scheduler.add(sequence)
