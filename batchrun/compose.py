@@ -90,7 +90,8 @@ def choices(config_dir: Path | None = None) -> Choices:
     jobs = {}
     for folder in reversed(_template_folders(places)):
         for path in sorted(folder.glob("*.yaml")):
-            jobs[path.stem] = str((_load(path).get("job") or {}).get("description", ""))
+            about = _load(path).get("job")
+            jobs[path.stem] = str(about.get("description", "")) if isinstance(about, dict) else ""
     return Choices(jobs, groups)
 
 

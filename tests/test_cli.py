@@ -16,6 +16,7 @@ import yaml
 
 import batchrun
 from batchrun import cli
+from batchrun.assets import asset
 from batchrun.errors import ErrorBudgetExceeded, FingerprintMismatch
 
 COMMAND = Path(sys.executable).with_name("batchrun")
@@ -91,7 +92,7 @@ TRAPS = [
 
 @pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: " ".join(trap.words))
 def test_awkward_words(trap: Typed | Refused, tmp_path: Path):
-    done = command("--cfg", *trap.words, cwd=tmp_path, COLUMNS="80")
+    done = command("--cfg", *trap.words, cwd=tmp_path)
     assert list(tmp_path.iterdir()) == []
     if isinstance(trap, Refused):
         assert (done.returncode, done.stdout) == (2, "")
@@ -184,6 +185,28 @@ def test_the_demo_job_runs_and_another_job_may_not_have_its_folder(smollm2: Path
     refused = command(*words, "sampling.max_tokens=3", cwd=tmp_path)
     assert (refused.returncode, refused.stdout) == (4, "")
     assert "sampling.max_tokens: 8 -> 3" in refused.stderr
+
+
+@pytest.mark.parametrize(("words", "code"), [(["job=annotate"], 0), (["job=nope"], 2)])
+def test_the_slurm_script_takes_the_task_s_share_and_passes_the_exit_code_on(
+    words: list[str], code: int, tmp_path: Path
+):
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/sh\nexec "$@"\n')
+    srun.chmod(0o755)
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path}:{COMMAND.parent}:{os.environ['PATH']}",
+        "SLURM_ARRAY_TASK_ID": "1",
+        "SLURM_ARRAY_TASK_COUNT": "8",
+    }
+    script = asset("jobs") / "array.sbatch"
+    done = subprocess.run(
+        ["bash", script, "--cfg", *words], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code, done.stderr
+    if code == 0:
+        assert yaml.safe_load(done.stdout)["launch"] == {"index": 1, "count": 8}
 
 
 def ends_with(outcome: BaseException | int) -> types.SimpleNamespace:
