@@ -37,6 +37,8 @@ class SamplingParams:
             raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
         if self.top_k < 0:
             raise ValueError(f"top_k={self.top_k} must be at least 0 (0 is all)")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"seed={self.seed} must fit into 64 bits with a sign")
         if any(not s for s in stop):
             raise ValueError(f"stop={stop!r} holds an empty string")
 
