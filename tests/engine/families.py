@@ -35,7 +35,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"use_sliding_window": False},
     "qwen3": {},
     "mistral": {"sliding_window": 8},
-    "gemma2": {"sliding_window": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 5.0},
+    "gemma2": {"sliding_window": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 0.2},
     "phi3": {"sliding_window": None},
     "gpt_oss": {"sliding_window": 8, **EXPERTS},
     "mixtral": {"sliding_window": None, **EXPERTS},

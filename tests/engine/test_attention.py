@@ -97,7 +97,7 @@ class Rows:
 
     def batches(self, chunks: tuple[int, ...]) -> list[Batch]:
         """Steps of at most `chunks[i]` query tokens for each row, until all rows are through."""
-        steps = []
+        steps: list[Batch] = []
         while True:
             left = self.slots.num_tokens - self.slots.num_computed
             rows = np.flatnonzero(left > 0)

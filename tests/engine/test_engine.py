@@ -296,7 +296,8 @@ def test_step_statistics_add_up(llama: Path) -> None:
     assert sampled == 8 * 12
     assert tokens >= 4 * 14 + 8 * 11
     assert 0 < hits[-1] < 0.5
-    assert step.waiting == step.kv_used == 0
+    assert engine.last_step is not None
+    assert engine.last_step.waiting == engine.last_step.kv_used == 0
 
 
 def test_room_is_never_negative(llama: Path) -> None:
@@ -306,7 +307,7 @@ def test_room_is_never_negative(llama: Path) -> None:
         for i in range(12):
             yield Request(i, random_prompt(i, 6), FREE)
 
-    assert sorted(completion.key for completion in llm.stream(requests())) == list(range(12))
+    assert {completion.key for completion in llm.stream(requests())} == set(range(12))
     assert llm.engine.scheduler.num_preemptions > 0
     for i in range(20):
         llm.engine.add(Request(i, random_prompt(i, 6), FREE))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -23,7 +25,7 @@ class PoolMachine(RuleBasedStateMachine):
     @initialize(num_blocks=st.integers(1, 12), caching=st.booleans())
     def start_pool(self, num_blocks: int, caching: bool) -> None:
         self.pool = BlockPool(num_blocks, SIZE, caching)
-        self.running: list[dict] = []
+        self.running: list[dict[str, Any]] = []
         self.content: dict[int, tuple[int, ...]] = {}  # what the device would find: the prefix a block ends
         self.queue = list(range(num_blocks))  # free blocks in order of reuse
 

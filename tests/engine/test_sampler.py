@@ -64,7 +64,7 @@ def chi_square(tokens: np.ndarray, probability: np.ndarray) -> tuple[float, floa
 )
 def test_draws_follow_the_softmax(vary: str, temperature: float, top_k: int, top_p: float) -> None:
     numbers = np.arange(DRAWS)
-    tokens = draw(LOGITS.expand(DRAWS, -1), temperature, top_k, top_p, **{vary: numbers})  # type: ignore[arg-type]
+    tokens = draw(LOGITS.expand(DRAWS, -1), temperature, top_k, top_p, **{vary: numbers})
     statistic, limit = chi_square(tokens, exact(temperature, top_k, top_p))
     assert statistic < limit
 

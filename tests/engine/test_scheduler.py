@@ -7,6 +7,7 @@ page, or a resume that skips a position therefore changes what a row says.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import hypothesis.strategies as st
@@ -62,8 +63,8 @@ class Simulation:
         self.pool = pool
         self.scheduler = Scheduler(pool, max_num_seqs, budget)
         self.store = np.full(pool.num_blocks * pool.block_size, EMPTY, dtype=np.int64)
-        self.done: dict[int, list[int]] = {}
-        self.sequences: dict[int, Sequence] = {}
+        self.done: dict[Hashable, list[int]] = {}
+        self.sequences: dict[Hashable, Sequence] = {}
         self.num_computed = 0
         self.num_batches = 0
 

@@ -1,0 +1,103 @@
+"""The library door: prompts as text and ids, options by name, and a stream that takes no more than it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count, islice
+from pathlib import Path
+
+import pytest
+
+from batchrun.engine.llm import LLM
+from batchrun.engine.params import Request, SamplingParams
+from batchrun.errors import ConfigError
+from tests.engine.families import assert_idle, load, random_prompt
+
+PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(llama: Path) -> LLM:
+    return load(llama)
+
+
+def test_an_unknown_option_is_named_with_those_there_are(llama: Path) -> None:
+    with pytest.raises(ConfigError, match=r"LLM\(\) has no option max_seqs, temprature: there are .*max_num_seqs"):
+        LLM(str(llama), temprature=1, max_seqs=3)
+
+
+def test_a_value_out_of_range_is_named(llama: Path) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.block_size=0"):
+        LLM(str(llama), block_size=0)
+    with pytest.raises(ConfigError, match=r"model\.device='nowhere' is not a device"):
+        LLM(str(llama), device="nowhere")
+    with pytest.raises(ConfigError, match=r"model\.device=cuda:99 is not there"):
+        LLM(str(llama), device="cuda:99")
+
+
+def test_a_cache_without_room_is_refused_with_the_remedy(llama: Path) -> None:
+    with pytest.raises(ConfigError, match=r"raise engine\.kv_cache_gib or lower engine\.block_size"):
+        LLM(str(llama), device="cpu", kv_cache_gib=1e-6)
+
+
+def test_text_and_ids_are_the_same_prompt(llm: LLM) -> None:
+    ids = random_prompt(1, 8)
+    text = " ".join(f"w{token}" for token in ids)
+    (by_text,), (by_ids,), (in_list,) = (llm.generate(prompt, PARAMS) for prompt in (text, ids, [text]))
+    assert by_text.text == by_ids.text == in_list.text != ""
+    assert by_text.prompt_tokens == len(ids)
+    assert by_text.text == " ".join(f"w{token}" for token in by_text.token_ids if token > 3)
+
+
+def test_completions_come_in_the_order_of_the_prompts(llm: LLM) -> None:
+    prompts = [random_prompt(i, 4 + i) for i in range(6)]
+    params = [SamplingParams(max_tokens=12 - 2 * i, ignore_eos=True) for i in range(6)]
+    done = llm.generate(prompts, params)
+    assert [completion.key for completion in done] == list(range(6))
+    assert [len(completion.token_ids) for completion in done] == [12, 10, 8, 6, 4, 2]
+    assert_idle(llm.engine)
+
+
+def test_no_prompts_give_no_completions(llm: LLM) -> None:
+    assert llm.generate([]) == []
+
+
+def test_parameters_are_one_for_all_or_one_each(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="3 prompts and 2 sampling parameters"):
+        llm.generate([[5], [6], [7]], [PARAMS, PARAMS])
+
+
+def test_stream_takes_only_what_it_needs_from_an_endless_source(llama: Path) -> None:
+    llm = load(llama, max_num_seqs=4)
+    taken = 0
+
+    def endless() -> Iterator[Request]:
+        nonlocal taken
+        for key in count():
+            taken += 1
+            yield Request(key, random_prompt(key, 1 + key % 7), PARAMS)
+
+    for finished, _ in enumerate(islice(llm.stream(endless()), 50), start=1):
+        assert taken <= finished + 4 + 2 * 4, "more is held than what runs, what waits, and one step's completions"
+    assert taken >= 50
+
+
+def test_stream_goes_on_over_rows_that_are_refused(llama: Path) -> None:
+    llm = load(llama, max_num_seqs=2)
+    requests = [Request(i, [] if i % 3 else [5, 6, 7], PARAMS) for i in range(20)]
+    done = {completion.key: completion.error_type for completion in llm.stream(requests)}
+    assert done == {i: "empty_prompt" if i % 3 else None for i in range(20)}
+    assert_idle(llm.engine)
+
+
+def test_a_request_may_be_aborted_while_it_streams(llama: Path) -> None:
+    llm = load(llama, max_num_seqs=2)
+    requests = [
+        Request(i, random_prompt(i, 5), SamplingParams(max_tokens=4 + 8 * i, ignore_eos=True)) for i in range(3)
+    ]
+    keys = []
+    for completion in llm.stream(requests):
+        keys.append(completion.key)
+        llm.abort(1)
+    assert keys == [0, 2]
+    assert_idle(llm.engine)
