@@ -16,7 +16,7 @@ from batchrun.errors import ConfigError
 
 MODES = ("run", "plan", "preview")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-ATTENTION = ("auto", "torch")
+ATTENTION = ("auto", "torch", "cpu")
 INPUT_FORMATS = ("parquet",)
 PROMPT_KINDS = ("chat", "completion")
 COMPRESSION = ("zstd", "snappy", "gzip", "lz4", "none")
@@ -84,7 +84,7 @@ class ModelConfig:
 class EngineConfig:
     """How tokens are computed: speed and memory only, never what a completion says."""
 
-    attention: str = setting("auto", "attention backend: auto or torch")
+    attention: str = setting("auto", "attention backend: auto, torch or cpu")
     block_size: int = setting(32, "tokens in one page of the KV cache")
     num_blocks: int | None = setting(None, "pages in the KV cache; default: from kv_cache_gib")
     kv_cache_gib: float | None = setting(None, "memory for the KV cache in GiB; default: from the free memory")
@@ -192,10 +192,12 @@ class OutputConfig:
     prefix: str = setting("", "put before the name of each column that batchrun adds", identity=True)
     columns: Any = setting(None, "input columns to keep; default: all that were read", identity=True)
     compression: str = setting("zstd", "zstd, snappy, gzip, lz4 or none")
+    journal_seconds: float = setting(5.0, "seconds between writes of finished rows whose part is not complete yet")
 
     def __post_init__(self) -> None:
         _range("output.chunk_rows", self.chunk_rows, 1)
         _choice("output.compression", self.compression, COMPRESSION)
+        _range("output.journal_seconds", self.journal_seconds, 0.01)
         if not self.completion:
             raise ConfigError("output.completion is empty: name the column for the generated text")
         self.columns = None if self.columns is None else _strings("output.columns", self.columns)

@@ -64,7 +64,8 @@ def plan(config: Config) -> int:
 
 def _prompts(job: Job, chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, int, list[Prompt]]]:
     for chunk in chunks:
-        for _, first, batch in job.read([chunk], job.prompts.columns):
+        file = job.source.files[chunk.file]
+        for first, batch in job.source.read(file, [(chunk.start, chunk.stop)], job.prompts.columns):
             yield chunk, first, job.prompts.build(batch)
 
 

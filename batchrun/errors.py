@@ -27,3 +27,13 @@ class FingerprintMismatch(BatchrunError):
     """The output folder belongs to a job with other settings or other input."""
 
     exit_code = 4
+
+
+class OutputInUse(ConfigError):
+    """Another process is at work on the same share of the same output."""
+
+
+class Drained(BatchrunError):
+    """A signal asked the run to stop; what was finished is kept, and the same command goes on from there."""
+
+    exit_code = 75

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from batchrun import __version__, config
 from batchrun.config import Config
-from batchrun.data.outputs import OutputSchema
-from batchrun.data.plan import Chunk, Plan, build_manifest, check_manifest, read_manifest, write_manifest
+from batchrun.data.plan import Chunk, Plan
 from batchrun.data.prompts import PromptBuilder
 from batchrun.data.sources import Source, open_source
-from batchrun.data.store import Store
 from batchrun.engine.checkpoint import Checkpoint, load_tokenizer, open_checkpoint
 from batchrun.engine.model import choose_device, choose_dtype
 from batchrun.errors import ConfigError
@@ -49,51 +48,38 @@ class Job:
             settings.pop(key)
         return settings | self.prompts.identity()
 
-    def open_store(self) -> tuple[Store, OutputSchema]:
-        """The output folder, claimed for this job by its manifest.
-
-        Raises FingerprintMismatch if it belongs to a job with other settings or input, touching nothing;
-        InputError for output columns that cannot be.
-        """
-        output = self.config.output
-        if output.path is None:
+    def output_folder(self) -> Path:
+        """The output folder, which need not be there. Raises ConfigError."""
+        if self.config.output.path is None:
             raise ConfigError("output.path is not set: name a folder, e.g. output.path=out/labels")
-        folder = Path(output.path).expanduser()
-        self._check_apart(folder)
-        manifest = build_manifest(self.settings(), self.source.files, batchrun=__version__, versions=_versions())
-        schema = OutputSchema(output, self.source.schema, manifest["fingerprint"])
-        old = read_manifest(folder)
-        if old is not None:
-            check_manifest(old, manifest)
-        store = Store(folder, manifest["fingerprint"], output.compression)
-        if not write_manifest(folder, manifest):
-            check_manifest(read_manifest(folder) or {}, manifest)
-        return store, schema
-
-    def _check_apart(self, folder: Path) -> None:
-        """Parts among the input files would be input of the next run."""
+        folder = Path(self.config.output.path).expanduser()
+        # Parts among the input files would be input of the next run.
         for searched in (Path(path).expanduser() for path in self.config.input.path):
             if searched.is_dir() and folder.resolve().is_relative_to(searched.resolve()):
                 raise ConfigError(
                     f"output.path={folder} lies in the input folder {searched}, where its parts would be read as "
                     "input: use a folder outside of it"
                 )
+        return folder
 
-    def own_chunks(self) -> Iterator[Chunk]:
-        """This worker's share of the plan: chunk i goes to worker i mod count."""
-        launch = self.config.launch
-        return (chunk for i, chunk in enumerate(self.plan.chunks()) if i % launch.count == launch.index)
-
-    def read(self, chunks: Sequence[Chunk], columns: Sequence[str]) -> Iterator[tuple[Chunk, int, pa.RecordBatch]]:
-        """(chunk, first row, record batch) for the rows of `chunks`, in one pass over each file."""
-        for file, of_file in groupby(chunks, key=lambda chunk: chunk.file):
-            todo = list(of_file)
-            ranges = iter(todo)
-            chunk = next(ranges)
-            for first, batch in self.source.read(self.source.files[file], [(c.start, c.stop) for c in todo], columns):
-                while first >= chunk.stop:
-                    chunk = next(ranges)
-                yield chunk, first, batch
+    def read(self, numbers: np.ndarray, columns: Sequence[str]) -> Iterator[tuple[Chunk, int, pa.RecordBatch]]:
+        """(chunk, first row, record batch) for the rows of the chunks `numbers`, in one pass over each file."""
+        files, starts, stops = self.plan.bounds(numbers)
+        for mine in np.split(np.arange(len(numbers)), np.flatnonzero(np.diff(files)) + 1):
+            mine = mine[starts[mine] < stops[mine]]
+            chunks = map(self.plan.chunk, numbers[mine].tolist())
+            chunk = next(chunks, None)
+            if chunk is None:
+                continue
+            ranges = _joined(starts[mine], stops[mine])
+            for first, batch in self.source.read(self.source.files[chunk.file], ranges, columns):
+                at = 0
+                while at < batch.num_rows:
+                    while first + at >= chunk.stop:
+                        chunk = next(chunks)
+                    rows = min(batch.num_rows - at, chunk.stop - first - at)
+                    yield chunk, first + at, batch.slice(at, rows)
+                    at += rows
 
 
 def open_job(config: Config, *, weights: bool) -> Job:
@@ -109,6 +95,13 @@ def open_job(config: Config, *, weights: bool) -> Job:
     return Job(config, checkpoint, tokenizer, source, Plan(source.files, config.output.chunk_rows), prompts)
 
 
+def _joined(starts: np.ndarray, stops: np.ndarray) -> list[tuple[int, int]]:
+    """Row ranges, those that touch made one."""
+    gaps = np.flatnonzero(starts[1:] != stops[:-1]) + 1
+    first, last = np.concatenate([[0], gaps]), np.concatenate([gaps - 1, [len(starts) - 1]])
+    return list(zip(starts[first].tolist(), stops[last].tolist(), strict=True))
+
+
 def tokenizer_identity(tokenizer: Any) -> str:
     """sha256 over the vocabulary and what a probe text becomes."""
     digest = hashlib.sha256(repr(sorted(tokenizer.get_vocab().items())).encode("utf-8", "surrogatepass"))
@@ -116,7 +109,14 @@ def tokenizer_identity(tokenizer: Any) -> str:
     return digest.hexdigest()
 
 
-def _versions() -> dict[str, str]:
-    from importlib.metadata import version
+def versions() -> dict[str, str | None]:
+    """Versions of what a completion may depend on; null for what is not installed."""
+    from importlib.metadata import PackageNotFoundError, version
 
-    return {name: version(name) for name in ("torch", "transformers", "pyarrow")}
+    found: dict[str, str | None] = {"batchrun": __version__, "python": platform.python_version()}
+    for name in ("torch", "transformers", "tokenizers", "triton", "pyarrow"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 _END: Any = object()
 
 
-def prefetch(items: Iterable[T], ahead: int) -> Iterator[T]:
+def prefetch(items: Iterable[T], ahead: int) -> Generator[T, None, None]:
     """The same items in the same order, with up to `ahead` of them ready before they are asked for.
 
     An exception of `items` is raised here, in its place. Closing the generator stops the thread.

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, repeat
 
+import numpy as np
 import pyarrow as pa
 
 from batchrun.config import Config
-from batchrun.data.outputs import OutputSchema, RowResult
-from batchrun.data.plan import Chunk
+from batchrun.data.buffer import ChunkBuffer
+from batchrun.data.outputs import RowResult
 from batchrun.data.prompts import Prompt
-from batchrun.data.store import ChunkBuffer
 from batchrun.engine.engine import Engine, row_seed
 from batchrun.engine.llm import load_engine
 from batchrun.engine.params import Completion, Request, SamplingParams
-from batchrun.job import Job, open_job
+from batchrun.job import open_job
+from batchrun.output import Output, open_output
 from batchrun.prefetch import prefetch
 from batchrun.report.metrics import Metrics
 from batchrun.report.progress import Progress
@@ -31,89 +33,100 @@ OPEN_BYTES = 512 * 2**20
 
 def run(config: Config) -> int:
     """Do what is left of the job; returns the exit code. Raises BatchrunError for what the user can mend."""
-    job = open_job(config, weights=True)
-    store, schema = job.open_store()
-    own = list(job.own_chunks())
-    todo = [chunk for chunk in own if not store.finished(chunk, job.source.files[chunk.file].name)]
-    rows, left = (sum(chunk.rows for chunk in chunks) for chunks in (own, todo))
-    with (
-        Metrics(config, store.state_folder) as metrics,
-        Progress(rows, rows - left, config.report.interval) as progress,
-    ):
-        for buffer in finished_chunks(job, schema, todo, metrics, progress):
-            store.commit(buffer.chunk, schema.table(buffer.batches, buffer.chunk, buffer.source_name, buffer.results))
-    print_summary(store.folder, schema, own, left, metrics)
+    with open_output(open_job(config, weights=True)) as output:
+        rows = output.job.plan.rows_of(output.ledger.own)
+        with (
+            Metrics(config, output.store.state_folder) as metrics,
+            Progress(rows, config.report.interval) as progress,
+        ):
+            for buffer in finished_chunks(output, metrics, progress):
+                output.commit(buffer)
+        output.check_complete()
+        print_summary(output, metrics)
     return 0
 
 
-def finished_chunks(
-    job: Job, schema: OutputSchema, todo: Sequence[Chunk], metrics: Metrics, progress: Progress
-) -> Iterator[ChunkBuffer]:
-    """Each chunk of `todo` as soon as its last row is there. Rows of several chunks run together."""
-    yield from (ChunkBuffer(chunk, job.source.files[chunk.file].name) for chunk in todo if not chunk.rows)
-    todo = [chunk for chunk in todo if chunk.rows]
-    if not todo:
-        return
-    engine = load_engine(job.checkpoint, job.tokenizer, job.config.engine)
-    progress.start()
-    backlog = Backlog(job, schema, todo)
-    for row, result in complete(engine, backlog, job.config, metrics):
-        row.buffer.add(row.number, result)
-        metrics.add_row(row.buffer.source_name, row.number, result)
-        progress.update(result)
-        if row.buffer.complete:
-            backlog.close(row.buffer)
-            yield row.buffer
-    engine.pool.check_integrity()
+def finished_chunks(output: Output, metrics: Metrics, progress: Progress) -> Iterator[ChunkBuffer]:
+    """Each chunk to do as soon as its last row is there. Rows of several chunks run together."""
+    job, engine = output.job, None
+    for numbers in output.todo():
+        progress.expect(job.plan.rows_of(numbers))
+        _, starts, stops = job.plan.bounds(numbers)
+        for number in numbers[starts == stops].tolist():
+            yield output.buffer(job.plan.chunk(number))
+        numbers = numbers[starts < stops]
+        if not len(numbers):
+            continue
+        engine = engine or load_engine(job.checkpoint, job.tokenizer, job.config.engine)
+        progress.start()
+        backlog = Backlog(output, numbers, progress)
+        for row, result in complete(engine, backlog, job.config, metrics):
+            if result is not None:
+                row.buffer.add(row.number, result)
+                metrics.add_row(row.buffer.source_name, row.number, result)
+                progress.update(result)
+            if row.buffer.complete:
+                backlog.close(row.buffer)
+                yield row.buffer
+        engine.pool.check_integrity()
 
 
 @dataclass(slots=True)
 class Row:
-    """One input row on its way; `number` counts within its file."""
+    """One input row on its way; `number` counts within its file. Without a prompt: the last row of a chunk is read,
+    and all results are there."""
 
     buffer: ChunkBuffer
     number: int
-    prompt: Prompt
+    prompt: Prompt | None
 
 
 class Backlog:
-    """Rows in the order they are read, and how much of what was read is not yet committed."""
+    """Rows to complete in the order they are read, and how much of what was read is not yet committed."""
 
-    def __init__(self, job: Job, schema: OutputSchema, todo: Sequence[Chunk]) -> None:
+    def __init__(self, output: Output, numbers: np.ndarray, progress: Progress) -> None:
         self.rows = 0
         self.bytes = 0
-        self._job = job
-        self._kept = schema.kept
-        self._todo = todo
+        self._output = output
+        self._numbers = numbers
+        self._progress = progress
 
     @property
     def full(self) -> bool:
         return self.rows >= OPEN_ROWS or self.bytes >= OPEN_BYTES
 
     def __iter__(self) -> Iterator[Row]:
-        buffer: ChunkBuffer | None = None
-        for chunk, first, batch, prompts in prefetch(self._read(), BATCHES_AHEAD):
-            if buffer is None or buffer.chunk != chunk:
-                buffer = ChunkBuffer(chunk, self._job.source.files[chunk.file].name)
-            buffer.add_batch(first, batch)
-            self.rows += batch.num_rows
-            self.bytes += batch.nbytes
-            for i in range(len(prompts)):
-                yield Row(buffer, first + i, prompts[i])
+        with closing(prefetch(self._read(), BATCHES_AHEAD)) as items:
+            for buffer, first, batch, rows, prompts in items:
+                buffer.add_batch(first, batch)
+                self.rows += batch.num_rows
+                self.bytes += batch.nbytes
+                self._progress.restored(batch.num_rows - len(rows))
+                yield from map(Row, repeat(buffer), rows, prompts)
+                if not rows and buffer.complete:
+                    yield Row(buffer, first, None)
 
     def close(self, buffer: ChunkBuffer) -> None:
         """The chunk is complete and leaves the backlog."""
         self.rows -= buffer.chunk.rows
         self.bytes -= sum(batch.nbytes for batch in buffer.batches)
 
-    def _read(self) -> Iterator[tuple[Chunk, int, pa.RecordBatch, list[Prompt]]]:
-        job = self._job
-        columns = list(dict.fromkeys([*self._kept, *job.prompts.columns]))
-        for chunk, first, batch in job.read(self._todo, columns):
-            yield chunk, first, batch.select(self._kept), job.prompts.build(batch)
+    def _read(self) -> Iterator[tuple[ChunkBuffer, int, pa.RecordBatch, list[int], list[Prompt]]]:
+        """Batches with the rows in them that have no result yet, and the prompts of those."""
+        output, kept = self._output, self._output.schema.kept
+        prompts = output.job.prompts
+        buffer: ChunkBuffer | None = None
+        for chunk, first, batch in output.job.read(self._numbers, list(dict.fromkeys([*kept, *prompts.columns]))):
+            if buffer is None or buffer.chunk != chunk:
+                buffer = output.buffer(chunk)
+            rows = buffer.without_result(first, first + batch.num_rows)
+            left = batch if len(rows) == batch.num_rows else batch.take([row - first for row in rows])
+            yield buffer, first, batch.select(kept), rows, prompts.build(left)
 
 
-def complete(engine: Engine, backlog: Backlog, config: Config, metrics: Metrics) -> Iterator[tuple[Row, RowResult]]:
+def complete(
+    engine: Engine, backlog: Backlog, config: Config, metrics: Metrics
+) -> Iterator[tuple[Row, RowResult | None]]:
     """Every row of the backlog with its result, in the order they finish."""
     rows, keys = iter(backlog), count()
     flying: dict[Hashable, Row] = {}
@@ -123,6 +136,8 @@ def complete(engine: Engine, backlog: Backlog, config: Config, metrics: Metrics)
             row = next(rows, None)
             if row is None:
                 more = False
+            elif row.prompt is None:
+                yield row, None
             elif row.prompt.error_type is not None:
                 yield row, refused(row.prompt)
             else:

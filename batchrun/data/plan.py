@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from batchrun.data.sources import InputFile
 from batchrun.errors import BatchrunError, ConfigError, FingerprintMismatch, InputError
@@ -20,6 +23,7 @@ STATE_FOLDER = "__batchrun"
 MANIFEST = f"{STATE_FOLDER}/manifest.json"
 MAX_FILES = 100_000
 MAX_CHUNKS_PER_FILE = 1_000_000
+PART = re.compile(r"part-(\d{5})-(\d{6})\.parquet")
 SHOWN_CHARS = 60
 SHOWN_LINES = 20
 
@@ -46,6 +50,8 @@ class Chunk:
 class Plan:
     """All chunks of a job. Bounds follow from the files' row counts and `chunk_rows` alone, never from workers.
 
+    Chunks are numbered from 0 in input order. Sets of them are arrays of numbers, int64 and ascending: a job may
+    have millions, and a Chunk is made when its turn comes.
     A file without rows makes one chunk of none, so that its part exists and shows the schema.
     Raises InputError or ConfigError where part names would no longer sort in input order.
     """
@@ -53,27 +59,54 @@ class Plan:
     def __init__(self, files: Sequence[InputFile], chunk_rows: int) -> None:
         self.files = files
         self.chunk_rows = chunk_rows
-        self.rows = sum(file.rows for file in files)
-        self.num_chunks = sum(self._count(file) for file in files)
+        self.file_rows = np.array([file.rows for file in files], dtype=np.int64)
+        counts = np.maximum(1, -(-self.file_rows // chunk_rows))
+        self.first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)  # number of each file's first chunk
+        self.rows = int(self.file_rows.sum())
+        self.num_chunks = int(self.first[-1])
         if len(files) > MAX_FILES:
             raise InputError(f"input.path finds {len(files)} files, and a job takes at most {MAX_FILES}: split the job")
-        for file in files:
-            if self._count(file) > MAX_CHUNKS_PER_FILE:
+        for file, count in zip(files, counts.tolist(), strict=True):
+            if count > MAX_CHUNKS_PER_FILE:
                 enough = -(-file.rows // MAX_CHUNKS_PER_FILE)
                 raise ConfigError(
-                    f"output.chunk_rows={chunk_rows} cuts {file.name} into {self._count(file)} parts, and a file makes "
+                    f"output.chunk_rows={chunk_rows} cuts {file.name} into {count} parts, and a file makes "
                     f"at most {MAX_CHUNKS_PER_FILE}: use output.chunk_rows={enough} or more"
                 )
 
-    def _count(self, file: InputFile) -> int:
-        return max(1, -(-file.rows // self.chunk_rows))
+    def chunk(self, number: int) -> Chunk:
+        """The chunk of a number."""
+        file = int(np.searchsorted(self.first, number, side="right")) - 1
+        index = int(number - self.first[file])
+        start = index * self.chunk_rows
+        return Chunk(file, index, start, min(start + self.chunk_rows, int(self.file_rows[file])))
+
+    def number(self, part: str) -> int | None:
+        """The number of the chunk that makes a part of this name, or None if no chunk does."""
+        found = PART.fullmatch(part)
+        if found is None or int(found[1]) >= len(self.file_rows):
+            return None
+        number = int(self.first[int(found[1])]) + int(found[2])
+        return number if number < self.first[int(found[1]) + 1] else None
+
+    def share(self, index: int, count: int) -> np.ndarray:
+        """Chunks of worker `index` of `count`: every count-th."""
+        return np.arange(index, self.num_chunks, count, dtype=np.int64)
+
+    def bounds(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(file, first row, row after the last) of each chunk, int64 [n]."""
+        file = np.searchsorted(self.first, numbers, side="right") - 1
+        start = (numbers - self.first[file]) * self.chunk_rows
+        return file, start, np.minimum(start + self.chunk_rows, self.file_rows[file])
+
+    def rows_of(self, numbers: np.ndarray) -> int:
+        """Rows in these chunks."""
+        _, start, stop = self.bounds(numbers)
+        return int((stop - start).sum())
 
     def chunks(self) -> Iterator[Chunk]:
         """Every chunk in input order, made as it is asked for."""
-        for number, file in enumerate(self.files):
-            for index in range(self._count(file)):
-                start = index * self.chunk_rows
-                yield Chunk(number, index, start, min(start + self.chunk_rows, file.rows))
+        return map(self.chunk, range(self.num_chunks))
 
 
 def _canonical(value: Any) -> Any:

@@ -1,98 +1,36 @@
-"""Chunks under way, and finished parts: written whole, checked, renamed into place. A part is its own done mark."""
+"""Finished parts: written whole, checked, renamed into place. A part is its own done mark."""
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
-import signal
 import socket
 import time
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchrun.data.outputs import RowResult, footer
+from batchrun.data.disk import alive, explained, sync
+from batchrun.data.outputs import footer
 from batchrun.data.plan import STATE_FOLDER, Chunk
 from batchrun.errors import BatchrunError, FingerprintMismatch
+from batchrun.faults import fault
 
 GROUP_ROWS = 100_000
 GROUP_BYTES = 64 << 20
 FOREIGN_TEMP_AGE_S = 24 * 3600.0
+TEMPORARY = ".tmp"
 
 logger = logging.getLogger(__name__)
-
-
-def fault(name: str) -> None:
-    """A named point where crash tests kill the process: the one that BATCHRUN_FAULT names."""
-    if os.environ.get("BATCHRUN_FAULT") == name:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-class ChunkBuffer:
-    """A chunk under way: results arrive in any order and leave in input order.
-
-    Rows are numbered within the input file, as in the chunk's bounds.
-
-    Raises ValueError for a row outside the chunk, or one that comes twice.
-    """
-
-    def __init__(self, chunk: Chunk, source_name: str) -> None:
-        self.chunk = chunk
-        self.source_name = source_name
-        self._batches: dict[int, pa.RecordBatch] = {}
-        self._results: list[RowResult | None] = [None] * chunk.rows
-        self._rows_left = chunk.rows
-        self._results_left = chunk.rows
-
-    def add_batch(self, first_row: int, batch: pa.RecordBatch) -> None:
-        """Input rows from `first_row` on."""
-        stop = first_row + batch.num_rows
-        if first_row < self.chunk.start or stop > self.chunk.stop:
-            raise ValueError(f"rows {first_row} to {stop} are not all in {self.chunk}")
-        if any(first_row < at + other.num_rows and at < stop for at, other in self._batches.items()):
-            raise ValueError(f"rows {first_row} to {stop} of {self.chunk} are here already")
-        if batch.num_rows:
-            self._batches[first_row] = batch
-        self._rows_left -= batch.num_rows
-
-    def add(self, row: int, result: RowResult) -> None:
-        """The result of one row."""
-        if not self.chunk.start <= row < self.chunk.stop:
-            raise ValueError(f"row {row} is not in {self.chunk}")
-        if self._results[row - self.chunk.start] is not None:
-            raise ValueError(f"row {row} of {self.chunk} has a result already")
-        self._results[row - self.chunk.start] = result
-        self._results_left -= 1
-
-    @property
-    def complete(self) -> bool:
-        """Whether all input rows and all results are here."""
-        return self._rows_left == 0 and self._results_left == 0
-
-    @property
-    def batches(self) -> list[pa.RecordBatch]:
-        """Input rows in order."""
-        return [self._batches[first] for first in sorted(self._batches)]
-
-    @property
-    def results(self) -> Sequence[RowResult]:
-        """Results in row order. Raises ValueError while any is missing."""
-        results = [result for result in self._results if result is not None]
-        if len(results) < self.chunk.rows:
-            raise ValueError(f"{self._results_left} rows of {self.chunk} have no result yet")
-        return results
 
 
 class Store:
     """The output folder of one job, shared by all its workers.
 
-    Creates the folder and removes temporary files that dead processes left. Raises BatchrunError where the file
-    system refuses, naming the path and what to do.
+    Creates the folder. Raises BatchrunError where the file system refuses, naming the path and what to do.
     """
 
     def __init__(self, folder: str | os.PathLike[str], fingerprint: str, compression: str = "zstd") -> None:
@@ -100,9 +38,20 @@ class Store:
         self.state_folder = self.folder / STATE_FOLDER
         self.fingerprint = fingerprint
         self.compression = compression
-        with _explained(self.folder):
+        with explained(self.folder):
             self.state_folder.mkdir(parents=True, exist_ok=True)
-            _remove_stale(self.folder)
+
+    def entries(self) -> Iterator[os.DirEntry[str]]:
+        """Every file of the folder that is named like a part, in one listing.
+
+        Removes temporary files that dead processes left: on this host by their id, on another by a day's age.
+        """
+        with explained(self.folder), os.scandir(self.folder) as entries:
+            for entry in entries:
+                if entry.name.startswith("part-"):
+                    yield entry
+                elif entry.name.startswith(".part-") and entry.name.endswith(TEMPORARY):
+                    _remove_stale(Path(entry.path))
 
     def finished(self, chunk: Chunk, source_name: str) -> bool:
         """Whether the chunk's part is in place and whole. A broken one is reported, and will be made again.
@@ -137,21 +86,21 @@ class Store:
         Raises BatchrunError if it cannot be written, or reads back as something else.
         """
         target = self.folder / chunk.part
-        temporary = self.folder / f".{chunk.part}.{_owner()}-{uuid.uuid4().hex}.tmp"
-        with _explained(target):
+        temporary = self.folder / f".{chunk.part}.{_owner()}-{uuid.uuid4().hex}{TEMPORARY}"
+        with explained(target):
             try:
                 fault("before_write")
                 _write(table, temporary, self.compression)
                 fault("after_write")
                 _verify(table, chunk, temporary)
                 fault("after_verify")
-                _sync(temporary)
+                sync(temporary)
                 os.replace(temporary, target)
             except BaseException:
                 temporary.unlink(missing_ok=True)
                 raise
             fault("after_rename")
-            _sync(self.folder)
+            sync(self.folder)
         return target
 
 
@@ -177,61 +126,20 @@ def _verify(table: pa.Table, chunk: Chunk, path: Path) -> None:
         )
 
 
-def _sync(path: Path) -> None:
-    """fsync of a file or a folder: after it, a power cut does not undo what was written or renamed."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _owner() -> str:
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
-def _remove_stale(folder: Path) -> None:
-    """Remove temporary files whose process is gone: on this host by its id, on another one by a day's age."""
-    for path in folder.glob(".part-*.tmp"):
-        owner, _, _ = path.name.removesuffix(".tmp").partition(".parquet.")[2].rpartition("-")
-        host, _, pid = owner.rpartition("-")
-        try:
-            if host == socket.gethostname():
-                stale = not pid.isdigit() or int(pid) == os.getpid() or not _alive(int(pid))
-            else:
-                stale = time.time() - path.stat().st_mtime > FOREIGN_TEMP_AGE_S
-            if stale:
-                path.unlink()
-        except FileNotFoundError:
-            continue
-
-
-def _alive(pid: int) -> bool:
+def _remove_stale(path: Path) -> None:
+    """Remove a temporary file whose process is gone: on this host by its id, on another one by a day's age."""
+    owner, _, _ = path.name.removesuffix(TEMPORARY).partition(".parquet.")[2].rpartition("-")
+    host, _, pid = owner.rpartition("-")
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-@contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    """Turn an error of the file system into a message with a remedy."""
-    try:
-        yield
-    except OSError as error:
-        remedies = {
-            errno.ENOSPC: "free some space",
-            errno.EDQUOT: "free some of the quota",
-            errno.EACCES: "check its permissions, or use another output.path",
-            errno.EPERM: "check its permissions, or use another output.path",
-            errno.EROFS: "use an output.path that can be written",
-            errno.EEXIST: "a file is in the way: use another output.path",
-            errno.ENOTDIR: "a file is in the way: use another output.path",
-        }
-        remedy = remedies.get(error.errno or 0, "check the disk that holds output.path")
-        raise BatchrunError(
-            f"cannot write {path}: {error}: {remedy}. Finished parts are kept, and the same command goes on from them"
-        ) from error
+        if host == socket.gethostname():
+            stale = not pid.isdigit() or int(pid) == os.getpid() or not alive(int(pid))
+        else:
+            stale = time.time() - path.stat().st_mtime > FOREIGN_TEMP_AGE_S
+        if stale:
+            path.unlink()
+    except FileNotFoundError:
+        return

@@ -13,14 +13,14 @@ from batchrun.data.outputs import RowResult
 
 
 class Progress:
-    """Counts rows of this worker's share, of which `done` were there before."""
+    """Counts rows of this worker's share. All of them count as done until `expect` says what is to do."""
 
-    def __init__(self, rows: int, done: int, interval: float) -> None:
+    def __init__(self, rows: int, interval: float) -> None:
         self.rows = rows
-        self.done = done
+        self.done = rows
         self.tokens = 0
         self.errors = 0
-        self._before = done
+        self._before = rows
         self._interval = interval
         self._started = self._printed = time.monotonic()
         self._bar: tqdm[None] | None = None
@@ -43,6 +43,18 @@ class Progress:
             self._bar = tqdm(total=self.rows, initial=self.done, unit="row", dynamic_ncols=True, smoothing=0.1)
         else:
             self._print_line()
+
+    def expect(self, rows: int) -> None:
+        """So many rows more are to do."""
+        self.done -= rows
+        self._before -= rows
+
+    def restored(self, rows: int) -> None:
+        """So many of them have a result from an earlier run."""
+        self.done += rows
+        self._before += rows
+        if self._bar is not None:
+            self._bar.update(rows)
 
     def update(self, result: RowResult) -> None:
         """A row is finished."""

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import pyarrow.parquet as pq
 
 from batchrun.data.outputs import OutputSchema
-from batchrun.data.plan import Chunk
+from batchrun.output import Output
 from batchrun.report.metrics import Metrics
 
 SHOWN_ROWS = 5
 
 
-def print_summary(folder: Path, schema: OutputSchema, chunks: Sequence[Chunk], computed: int, metrics: Metrics) -> None:
-    """`chunks` are this worker's; `computed` is how many of their rows this run made."""
-    rows = sum(chunk.rows for chunk in chunks)
-    for line in _first_rows(folder, schema, chunks):
-        print(line)
-    if computed:
+def print_summary(output: Output, metrics: Metrics) -> None:
+    """What the run came to, and a few of the rows of this worker's share."""
+    plan, own, folder = output.job.plan, output.ledger.own, output.store.folder
+    rows = plan.rows_of(own)
+    _, starts, stops = plan.bounds(own)
+    if rows:
+        first = plan.chunk(own[starts < stops][0])
+        for line in _first_rows(folder / first.part, output.schema):
+            print(line)
+    if metrics.rows:
         totals = metrics.summary()
-        print(f"{'rows':<14}{rows:,}" + (f" ({computed:,} in this run)" if computed < rows else ""))
+        print(f"{'rows':<14}{rows:,}" + (f" ({metrics.rows:,} in this run)" if metrics.rows < rows else ""))
         if metrics.error_types:
             kinds = ", ".join(f"{count:,} {kind}" for kind, count in metrics.error_types.most_common())
             print(f"{'errors':<14}{kinds}")
@@ -39,11 +43,8 @@ def print_summary(folder: Path, schema: OutputSchema, chunks: Sequence[Chunk], c
     print(f'{"look at it":<14}python -c "{look}"')
 
 
-def _first_rows(folder: Path, schema: OutputSchema, chunks: Sequence[Chunk]) -> list[str]:
-    """The first rows that have a completion: what was asked, cut to fit, and what came."""
-    part = next((folder / chunk.part for chunk in chunks if chunk.rows), None)
-    if part is None:
-        return []
+def _first_rows(part: Path, schema: OutputSchema) -> list[str]:
+    """The first rows of a part: what was asked, cut to fit, and what came."""
     width = shutil.get_terminal_size((100, 24)).columns
     shown = [*_text_column(schema), schema.names["completion"]]
     with pq.ParquetFile(part) as file:

@@ -20,7 +20,7 @@ from batchrun.config import COMPRESSION, OutputConfig
 from batchrun.data import store as store_module
 from batchrun.data.outputs import OutputSchema, RowResult
 from batchrun.data.plan import Chunk
-from batchrun.data.store import ChunkBuffer, Store
+from batchrun.data.store import Store
 from batchrun.errors import BatchrunError, FingerprintMismatch
 
 SOURCE = "in.parquet"
@@ -144,6 +144,7 @@ def test_kill_at_each_point_of_a_commit(tmp_path: Path, point: str, in_place: bo
     visible = [name for name in files(tmp_path) if not name.startswith(".")]
     assert visible == ([CHUNK.part] if in_place else [])
     store = Store(tmp_path, "f1")
+    assert [entry.name for entry in store.entries()] == visible
     assert files(tmp_path) == visible, "temporary files of the killed process are gone"
     assert store.finished(CHUNK, SOURCE) == in_place
     store.commit(CHUNK, part())
@@ -162,7 +163,7 @@ def test_only_stale_temporary_files_are_removed(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     yesterday = time.time() - 25 * 3600
     os.utime(tmp_path / old, (yesterday, yesterday))
-    Store(tmp_path, "f1")
+    assert list(Store(tmp_path, "f1").entries()) == []
     assert files(tmp_path) == sorted(kept)
 
 
@@ -214,47 +215,6 @@ def test_row_groups_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     metadata = pq.read_metadata(Store(tmp_path / "rows", "f1").commit(chunk, table))
     assert metadata.row_group(0).num_rows == 7
     assert metadata.num_rows == 50
-
-
-def batch(*ids: int) -> pa.RecordBatch:
-    return pa.record_batch({"id": pa.array(ids, pa.int64())})
-
-
-def test_buffer_restores_input_order() -> None:
-    buffer = ChunkBuffer(CHUNK, SOURCE)
-    assert not buffer.complete
-    buffer.add_batch(12, batch(12))
-    for row in (12, 10, 11):
-        buffer.add(row, RowResult(f"t{row}"))
-    assert not buffer.complete
-    buffer.add_batch(10, batch(10, 11))
-    assert buffer.complete
-    assert [row for each in buffer.batches for row in each.column("id").to_pylist()] == [10, 11, 12]
-    assert [result.text for result in buffer.results] == ["t10", "t11", "t12"]
-
-
-def test_buffer_takes_each_row_once_and_only_its_own() -> None:
-    buffer = ChunkBuffer(CHUNK, SOURCE)
-    buffer.add(10, RowResult())
-    buffer.add_batch(10, batch(10, 11))
-    for row in (9, 13):
-        with pytest.raises(ValueError, match=f"row {row} is not in"):
-            buffer.add(row, RowResult())
-    with pytest.raises(ValueError, match="has a result already"):
-        buffer.add(10, RowResult())
-    with pytest.raises(ValueError, match="are here already"):
-        buffer.add_batch(11, batch(11, 12))
-    with pytest.raises(ValueError, match="not all in"):
-        buffer.add_batch(12, batch(12, 13))
-    with pytest.raises(ValueError, match=r"2 rows of .* have no result"):
-        _ = buffer.results
-
-
-def test_buffer_of_no_rows_is_complete_at_once() -> None:
-    buffer = ChunkBuffer(Chunk(0, 0, 0, 0), SOURCE)
-    assert buffer.complete
-    assert buffer.batches == []
-    assert list(buffer.results) == []
 
 
 def test_data_layer_stays_clear_of_torch_and_the_engine() -> None:
