@@ -15,8 +15,7 @@ from typing import NoReturn
 from batchrun import __version__
 from batchrun.config import Config
 from batchrun.errors import BatchrunError, ConfigError
-
-INTERRUPTED = 130
+from batchrun.signals import INTERRUPTED, Drain
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,9 +68,16 @@ def _run(config: Config) -> int:
         raise ConfigError("\n  ".join(["the job is not complete:", *wants]) if len(wants) > 1 else wants[0])
     demo.check(config)
     _log_to_stderr()
-    from batchrun import dry, runner
+    if config.mode == "run":
+        drain = Drain(config.run.drain_seconds)
+        # From here on, for torch alone takes seconds to import.
+        with drain.listening():
+            from batchrun import runner
 
-    return {"run": runner.run, "plan": dry.plan, "preview": dry.preview}[config.mode](config)
+            return runner.run(config, drain)
+    from batchrun import dry
+
+    return {"plan": dry.plan, "preview": dry.preview}[config.mode](config)
 
 
 def _as_yaml(config: Config) -> str:

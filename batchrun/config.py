@@ -251,6 +251,24 @@ class Config:
 def leaves(schema: type = Config, prefix: str = "") -> dict[str, dataclasses.Field[Any]]:
     """Every setting by its dotted key, in the order of the schema."""
     import typing
+@dataclass
+class RunConfig:
+    """When a run ends before its work does, and how it shows that it lives."""
+
+    max_error_rate: float = setting(0.5, "stop when a larger share of the rows fails; 1: never")
+    min_rows: int = setting(100, "rows that must be finished before the share counts")
+    drain_seconds: float = setting(20.0, "time to finish rows in flight after a signal to stop")
+    stall_seconds: float = setting(900.0, "give up when the engine makes no step for so long")
+    heartbeat_seconds: float = setting(15.0, "seconds between signs of life in the output folder")
+
+    def __post_init__(self) -> None:
+        _range("run.max_error_rate", self.max_error_rate, 0, 1)
+        _range("run.min_rows", self.min_rows, 1)
+        _range("run.drain_seconds", self.drain_seconds, 0)
+        _range("run.stall_seconds", self.stall_seconds, 0.1)
+        _range("run.heartbeat_seconds", self.heartbeat_seconds, 0.1, 60)
+
+
 
     hints = typing.get_type_hints(schema)
     found: dict[str, dataclasses.Field[Any]] = {}
@@ -273,3 +291,4 @@ def lookup(config: Any, key: str) -> Any:
 def identity(config: Config) -> dict[str, Any]:
     """The settings that change a completion, by dotted key, as plain values for JSON."""
     return {key: lookup(config, key) for key, f in leaves().items() if f.metadata["identity"]}
+    run: RunConfig = field(default_factory=RunConfig)

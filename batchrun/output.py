@@ -8,12 +8,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from batchrun.data.buffer import ChunkBuffer
+from batchrun.data.claim import Claim
 from batchrun.data.journal import Journal
 from batchrun.data.ledger import Ledger
 from batchrun.data.outputs import OutputSchema
@@ -22,6 +22,7 @@ from batchrun.data.store import Store
 from batchrun.engine.model import choose_device
 from batchrun.job import Job, versions
 from batchrun.ticker import Ticker
+from batchrun.watchdog import Watchdog
 
 PLANNING_S = 5.0  # how long footers may hold up the start; the rest are read while the engine works
 
@@ -32,6 +33,7 @@ class Output:
 
     job: Job
     run: str
+    claim: Claim
     store: Store
     schema: OutputSchema
     ledger: Ledger
@@ -45,13 +47,21 @@ class Output:
         self.journal.watch(buffer)
         return buffer
 
+    def check(self) -> None:
+        """Raise BatchrunError if the journal could not be written."""
+        self.flusher.check()
+
     def commit(self, buffer: ChunkBuffer) -> None:
         """Put the part of a complete chunk in place."""
-        self.flusher.check()
         chunk = buffer.chunk
         self.store.commit(chunk, self.schema.table(buffer.batches, chunk, buffer.source_name, buffer.results))
         self.ledger.note(chunk)
         self.journal.close(chunk)
+
+    def watchdog(self) -> Watchdog:
+        """Ends the process when the engine makes no step, after saving what is finished."""
+        report = self.store.state_folder / f"stalled-{self.run}.txt"
+        return Watchdog(self.job.config.run.stall_seconds, report, self.journal.flush)
 
     def todo(self) -> Iterator[np.ndarray]:
         """Chunks to do: those without a part, then those whose part is broken."""
@@ -73,20 +83,23 @@ def open_output(job: Job) -> Iterator[Output]:
     Raises FingerprintMismatch if the folder belongs to a job with other settings or input, touching nothing;
     InputError for output columns that cannot be.
     """
-    config = job.config
+    config, launch = job.config, job.config.launch
     folder = job.output_folder()
-    manifest = make_manifest(job)
-    schema = OutputSchema(config.output, job.source.schema, manifest["fingerprint"])
-    _claim(folder, manifest)
-    run = new_run_id()
+    manifest, run = make_manifest(job), new_run_id()
+    schema = OutputSchema(config.output, job.source.schema, manifest["fingerprint"], job.source.numbered)
+    if (old := read_manifest(folder)) is not None:
+        check_manifest(old, manifest)
     store = Store(folder, manifest["fingerprint"], config.output.compression)
-    journal = Journal(folder, manifest["fingerprint"], run)
-    ledger = Ledger(store, job.plan, job.plan.share(config.launch.index, config.launch.count))
-    flusher = Ticker("journal", config.output.journal_seconds, journal.flush)
-    with ledger.checking():
+    claim = Claim(store.state_folder, launch.index, launch.count, manifest["fingerprint"], run)
+    with claim.held():
+        if not write_manifest(folder, manifest):
+            check_manifest(read_manifest(folder) or {}, manifest)
+        journal = Journal(folder, manifest["fingerprint"], run)
+        ledger = Ledger(store, job.plan, job.plan.share(launch.index, launch.count))
+        flusher = Ticker("journal", config.output.journal_seconds, journal.flush)
         try:
-            with flusher:
-                yield Output(job, run, store, schema, ledger, journal, flusher)
+            with ledger.checking(), flusher:
+                yield Output(job, run, claim, store, schema, ledger, journal, flusher)
         finally:
             journal.flush()
 
@@ -107,11 +120,3 @@ def make_manifest(job: Job) -> dict[str, Any]:
 def new_run_id() -> str:
     """A name for a run that sorts by time and that no other run has."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
-
-
-def _claim(folder: Path, manifest: dict[str, Any]) -> None:
-    old = read_manifest(folder)
-    if old is not None:
-        check_manifest(old, manifest)
-    if not write_manifest(folder, manifest):
-        check_manifest(read_manifest(folder) or {}, manifest)

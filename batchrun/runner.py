@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Generator, Hashable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import count, repeat
@@ -14,15 +14,19 @@ from batchrun.config import Config
 from batchrun.data.buffer import ChunkBuffer
 from batchrun.data.outputs import RowResult
 from batchrun.data.prompts import Prompt
+from batchrun.data.row_params import row_sampling
 from batchrun.engine.engine import Engine, row_seed
 from batchrun.engine.llm import load_engine
 from batchrun.engine.params import Completion, Request, SamplingParams
+from batchrun.errors import Drained
 from batchrun.job import open_job
 from batchrun.output import Output, open_output
 from batchrun.prefetch import prefetch
-from batchrun.report.metrics import Metrics
 from batchrun.report.progress import Progress
+from batchrun.report.report import Report
 from batchrun.report.summary import print_summary
+from batchrun.signals import Drain
+from batchrun.watchdog import Watchdog
 
 BATCHES_AHEAD = 2  # read, rendered and tokenised before the engine asks
 # What may be read and not yet committed: a slow row keeps its chunk open, and the chunks after it go on
@@ -31,43 +35,45 @@ OPEN_ROWS = 65_536
 OPEN_BYTES = 512 * 2**20
 
 
-def run(config: Config) -> int:
+def run(config: Config, drain: Drain | None = None) -> int:
     """Do what is left of the job; returns the exit code. Raises BatchrunError for what the user can mend."""
+    drain = drain or Drain()
     with open_output(open_job(config, weights=True)) as output:
-        rows = output.job.plan.rows_of(output.ledger.own)
-        with (
-            Metrics(config, output.store.state_folder) as metrics,
-            Progress(rows, config.report.interval) as progress,
-        ):
-            for buffer in finished_chunks(output, metrics, progress):
+        with Report(config, output) as report:
+            for buffer in finished_chunks(output, report, drain):
                 output.commit(buffer)
-        output.check_complete()
-        print_summary(output, metrics)
+            if drain.requested and report.progress.left:
+                raise Drained(
+                    f"stopped by {drain.requested}: {report.progress.left:,} of {report.progress.rows:,} rows left; "
+                    "the same command goes on with them"
+                )
+            output.check_complete()
+        print_summary(output, report.metrics)
     return 0
 
 
-def finished_chunks(output: Output, metrics: Metrics, progress: Progress) -> Iterator[ChunkBuffer]:
+def finished_chunks(output: Output, report: Report, drain: Drain) -> Iterator[ChunkBuffer]:
     """Each chunk to do as soon as its last row is there. Rows of several chunks run together."""
     job, engine = output.job, None
     for numbers in output.todo():
-        progress.expect(job.plan.rows_of(numbers))
+        report.progress.expect(job.plan.rows_of(numbers))
         _, starts, stops = job.plan.bounds(numbers)
         for number in numbers[starts == stops].tolist():
             yield output.buffer(job.plan.chunk(number))
         numbers = numbers[starts < stops]
-        if not len(numbers):
+        if not len(numbers) or drain.requested:
             continue
         engine = engine or load_engine(job.checkpoint, job.tokenizer, job.config.engine)
-        progress.start()
-        backlog = Backlog(output, numbers, progress)
-        for row, result in complete(engine, backlog, job.config, metrics):
-            if result is not None:
-                row.buffer.add(row.number, result)
-                metrics.add_row(row.buffer.source_name, row.number, result)
-                progress.update(result)
-            if row.buffer.complete:
-                backlog.close(row.buffer)
-                yield row.buffer
+        report.start()
+        backlog = Backlog(output, numbers, report.progress)
+        with drain.deferred(), output.watchdog() as watchdog:
+            for row, result in complete(engine, backlog, report, drain, watchdog):
+                if result is not None:
+                    row.buffer.add(row.number, result)
+                    report.add_row(row.buffer.source_name, row.number, result)
+                if row.buffer.complete:
+                    backlog.close(row.buffer)
+                    yield row.buffer
         engine.pool.check_integrity()
 
 
@@ -87,6 +93,7 @@ class Backlog:
     def __init__(self, output: Output, numbers: np.ndarray, progress: Progress) -> None:
         self.rows = 0
         self.bytes = 0
+        self.config = output.job.config
         self._output = output
         self._numbers = numbers
         self._progress = progress
@@ -95,7 +102,7 @@ class Backlog:
     def full(self) -> bool:
         return self.rows >= OPEN_ROWS or self.bytes >= OPEN_BYTES
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Generator[Row, None, None]:
         with closing(prefetch(self._read(), BATCHES_AHEAD)) as items:
             for buffer, first, batch, rows, prompts in items:
                 buffer.add_batch(first, batch)
@@ -113,7 +120,7 @@ class Backlog:
 
     def _read(self) -> Iterator[tuple[ChunkBuffer, int, pa.RecordBatch, list[int], list[Prompt]]]:
         """Batches with the rows in them that have no result yet, and the prompts of those."""
-        output, kept = self._output, self._output.schema.kept
+        output, kept = self._output, self._output.schema.carried
         prompts = output.job.prompts
         buffer: ChunkBuffer | None = None
         for chunk, first, batch in output.job.read(self._numbers, list(dict.fromkeys([*kept, *prompts.columns]))):
@@ -125,39 +132,56 @@ class Backlog:
 
 
 def complete(
-    engine: Engine, backlog: Backlog, config: Config, metrics: Metrics
+    engine: Engine, backlog: Backlog, report: Report, drain: Drain, watchdog: Watchdog
 ) -> Iterator[tuple[Row, RowResult | None]]:
-    """Every row of the backlog with its result, in the order they finish."""
-    rows, keys = iter(backlog), count()
+    """Every row of the backlog with its result, in the order they finish; fewer if the run is asked to stop."""
+    keys = count()
     flying: dict[Hashable, Row] = {}
-    more = True
-    while more or engine.has_work():
-        while more and engine.room > 0 and not (backlog.full and engine.has_work()):
-            row = next(rows, None)
-            if row is None:
+    with closing(iter(backlog)) as rows:
+        more = True
+        while more or engine.has_work():
+            if drain.requested:
+                if more:
+                    engine.drop_waiting()
                 more = False
-            elif row.prompt is None:
-                yield row, None
-            elif row.prompt.error_type is not None:
-                yield row, refused(row.prompt)
-            else:
-                key = next(keys)
-                flying[key] = row
-                engine.add(Request(key, row.prompt.ids, sampling_params(config, row)))
-        for completion in engine.step():
-            yield flying.pop(completion.key), finished(completion)
-        metrics.add_step(engine.last_step)
+                if drain.expired:
+                    return
+            room = engine.room if more and not (backlog.full and engine.has_work()) else 0
+            for _ in range(room):
+                row = next(rows, None)
+                if row is None:
+                    more = False
+                    break
+                if row.prompt is None:
+                    yield row, None
+                elif row.prompt.error_type is not None:
+                    yield row, refused(row.prompt)
+                else:
+                    key = next(keys)
+                    flying[key] = row
+                    engine.add(Request(key, row.prompt.ids, sampling_params(backlog.config, row)))
+            if engine.has_work():
+                for completion in engine.step():
+                    yield flying.pop(completion.key), finished(completion)
+                report.add_step(engine.last_step)
+            watchdog.beat()
+            report.check()
 
 
 def sampling_params(config: Config, row: Row) -> SamplingParams:
-    """The job's parameters with the row's own seed, which follows from the job's seed and the row's identity."""
-    s = config.sampling
+    """The job's parameters with the row's own in their place.
+
+    A row without a seed of its own gets one that follows from the job's seed and the row's identity.
+    """
+    own = (row.prompt.params if row.prompt else None) or {}
+    s = row_sampling(config.sampling, own)
+    seed = s.seed if "seed" in own else row_seed(s.seed, row.buffer.source_name, row.number)
     return SamplingParams(
         max_tokens=s.max_tokens,
         temperature=s.temperature,
         top_p=s.top_p,
         top_k=s.top_k,
-        seed=row_seed(s.seed, row.buffer.source_name, row.number) if s.temperature > 0 else 0,
+        seed=seed if s.temperature > 0 else 0,
         stop=tuple(s.stop),
         stop_token_ids=tuple(s.stop_token_ids),
         ignore_eos=s.ignore_eos,

@@ -90,6 +90,13 @@ class Engine:
         if sequence is not None:
             self.scheduler.abort(sequence)
 
+    def drop_waiting(self) -> list[Any]:
+        """Forget every request that is not running, and return their keys."""
+        keys = [sequence.request.key for sequence in self.scheduler.waiting]
+        for key in keys:
+            self.abort(key)
+        return keys
+
     @property
     def room(self) -> int:
         """Requests worth adding: enough wait so that no step runs short, and no more are held."""

@@ -49,6 +49,11 @@ class Progress:
         self.done -= rows
         self._before -= rows
 
+    @property
+    def left(self) -> int:
+        """Rows without a result."""
+        return self.rows - self.done
+
     def restored(self, rows: int) -> None:
         """So many of them have a result from an earlier run."""
         self.done += rows

@@ -1,0 +1,81 @@
+"""Everything that a run tells while it is at work, behind one door: progress, metrics, failures, heartbeat."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Self
+
+from batchrun.config import Config
+from batchrun.data.outputs import RowResult
+from batchrun.engine.engine import StepStats
+from batchrun.output import Output
+from batchrun.report.failures import Failures
+from batchrun.report.heartbeat import Heartbeat
+from batchrun.report.metrics import Metrics
+from batchrun.report.progress import Progress
+
+
+class Report:
+    """Told of every row and step of a run, between entering and leaving."""
+
+    def __init__(self, config: Config, output: Output) -> None:
+        self.output = output
+        rows = output.job.plan.rows_of(output.ledger.own)
+        self.metrics = Metrics(config, output.store.state_folder)
+        self.progress = Progress(rows, config.report.interval)
+        self.failures = Failures(config.run.max_error_rate, config.run.min_rows)
+        self.heartbeat = Heartbeat(
+            output.claim.heartbeat, output.run, config.run.heartbeat_seconds, self._counts, output.claim.check
+        )
+        self._working_since: float | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            for part in (self.heartbeat, self.metrics, self.progress):
+                stack.enter_context(part)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    def start(self) -> None:
+        """The model is loaded."""
+        self.progress.start()
+        self.heartbeat.state = "running"
+        self._working_since = self._working_since or time.monotonic()
+
+    def add_row(self, source_name: str, number: int, result: RowResult) -> None:
+        """A row is finished."""
+        self.metrics.add_row(source_name, number, result)
+        self.progress.update(result)
+        self.failures.add(source_name, number, result)
+
+    def add_step(self, step: StepStats | None) -> None:
+        """The engine made a step."""
+        self.metrics.add_step(step)
+
+    def check(self) -> None:
+        """Raise ErrorBudgetExceeded if too many rows failed, BatchrunError if the output can no longer be written."""
+        self.failures.check()
+        self.output.check()
+        self.heartbeat.check()
+
+    def _counts(self) -> dict[str, Any]:
+        metrics, progress = self.metrics, self.progress
+        seconds = 0.0 if self._working_since is None else time.monotonic() - self._working_since
+        per_second = 1 / seconds if seconds else 0.0
+        return {
+            "rows": progress.rows,
+            "rows_done": progress.done,
+            "rows_made": metrics.rows,
+            "rows_per_s": round(metrics.rows * per_second, 3),
+            "tokens_per_s": round((metrics.prompt_tokens + metrics.completion_tokens) * per_second, 1),
+            "errors": dict(self.failures.kinds),
+            "last_error": self.failures.last,
+        }

@@ -1,0 +1,87 @@
+"""An engine without a model, for tests of everything around it: as many steps as asked, rows out of order."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from batchrun.engine.params import Completion, Request
+
+
+class FakeEngine:
+    """Completes `batch` requests a step, the last first, each with a text that follows from its prompt.
+
+    With BATCHRUN_FAKE_LOG, each completed request leaves a line there with its prompt's ids. A step takes
+    BATCHRUN_FAKE_SECONDS.
+    """
+
+    def __init__(self, batch: int = 16, room: int = 32) -> None:
+        self.batch = batch
+        self.capacity = room
+        self.waiting: list[Request] = []
+        self.last_step = None
+        self.pool = SimpleNamespace(check_integrity=lambda: None)
+        self.seconds = float(os.environ.get("BATCHRUN_FAKE_SECONDS", "0"))
+        self.completed = 0
+        log = os.environ.get("BATCHRUN_FAKE_LOG")
+        self._log = None if log is None else os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+    @property
+    def room(self) -> int:
+        return self.capacity - len(self.waiting)
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def has_work(self) -> bool:
+        return bool(self.waiting)
+
+    def drop_waiting(self) -> list[Any]:
+        dropped = [request.key for request in self.waiting[self.batch :]]
+        del self.waiting[self.batch :]
+        return dropped
+
+    def step(self) -> list[Completion]:
+        if self.seconds:
+            time.sleep(self.seconds)
+        running, self.waiting = self.waiting[-self.batch :], self.waiting[: -self.batch]
+        self.completed += len(running)
+        if self._log is not None:
+            lines = (" ".join(map(str, request.prompt_ids)) for request in running)
+            os.write(self._log, "".join(f"{line}\n" for line in lines).encode())
+        return [
+            Completion(request.key, answer(request.prompt_ids), [5, 1], "stop", prompt_tokens=len(request.prompt_ids))
+            for request in reversed(running)
+        ]
+
+
+def answer(ids: Any) -> str:
+    return "a" + "-".join(map(str, ids))
+
+
+def words(number: int) -> str:
+    """A prompt for the tiny tokenizer that no other number has."""
+    digits = []
+    for _ in range(4):
+        number, digit = divmod(number, 200)
+        digits.append(f"w{digit + 4}")
+    return " ".join(digits)
+
+
+def main(arguments: list[str]) -> int:
+    """The command, with this engine in place of the real one."""
+    from batchrun import cli, runner
+
+    runner.load_engine = lambda *_: FakeEngine()  # type: ignore[assignment]
+    return cli.main(arguments)
+
+
+ROOT = Path(__file__).parents[1]
+COMMAND = [sys.executable, "-m", "tests.fake"]
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
