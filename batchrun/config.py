@@ -17,7 +17,8 @@ from batchrun.errors import ConfigError
 MODES = ("run", "plan", "preview")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION = ("auto", "torch", "cpu")
-INPUT_FORMATS = ("parquet",)
+INPUT_FORMATS = ("auto", "parquet", "jsonl", "csv", "arrow", "hf", "openai")
+SCHEMA_MODES = ("strict", "intersect", "union")
 PROMPT_KINDS = ("chat", "completion")
 COMPRESSION = ("zstd", "snappy", "gzip", "lz4", "none")
 
@@ -141,6 +142,9 @@ class PromptConfig:
     )
     messages: str | None = setting(None, "column with a list of {role, content}", identity=True)
     prompt_ids: str | None = setting(None, "column with ready token ids", identity=True)
+    params: str | None = setting(
+        None, "column with a row's own sampling parameters: a struct or JSON text with keys of sampling", identity=True
+    )
     system: str | None = setting(None, "system prompt (a Jinja2 template too)", identity=True)
     examples: list[dict[str, str]] = setting([], "few-shot examples: a list of {user, assistant}", identity=True)
     prefill: str | None = setting(None, "text that the answer starts with (a Jinja2 template too)", identity=True)
@@ -170,14 +174,46 @@ class PromptConfig:
 class InputConfig:
     """Where rows come from."""
 
-    format: str = setting("parquet", "parquet")
-    path: Any = setting(None, "file, folder (searched to any depth), glob, or list of them", identity=False)
+    format: str = setting("auto", "auto (by the files' endings), parquet, jsonl, csv, arrow, hf or openai")
+    path: Any = setting(None, "file, folder (searched to any depth), glob, URL, or list of them; a data set for hf")
     columns: Any = setting(None, "columns to read; default: all", identity=False)
+    filter: str | None = setting(
+        None, "condition on a row's columns, as in: rating >= 4 and lang == 'en'", identity=True
+    )
+    sample: float | None = setting(
+        None, "below 1: this share of the rows; from 1 on: this many rows; the same ones for a seed", identity=True
+    )
+    sample_seed: int = setting(0, "another seed is another sample", identity=True)
     limit: int | None = setting(None, "read this many rows at most, in input order", identity=True)
+    schema: str = setting(
+        "strict", "files whose columns differ: strict (refuse), intersect or union of their columns", identity=True
+    )
+    types: dict[str, str] = setting(
+        {}, "jsonl and csv: types of columns, as in input.types.id=string; json is the value's JSON text", identity=True
+    )
+    delimiter: str | None = setting(None, "csv: between fields; default: a tab for .tsv, else a comma", identity=True)
+    quote: str | None = setting('"', "csv: around fields that hold a delimiter; null: quotes are text", identity=True)
+    name: str | None = setting(None, "hf: configuration of the data set")
+    split: str | None = setting(None, "hf: split; default: the only one")
+    revision: str | None = setting(None, "hf: branch, tag or commit of the data set")
+    streaming: bool = setting(False, "hf: read from where the data set lies, without a copy in the cache")
+    storage_options: dict[str, Any] = setting(
+        {}, "for URLs: options of the fsspec file system, such as endpoint_url; keep secrets in the environment"
+    )
 
     def __post_init__(self) -> None:
         _choice("input.format", self.format, INPUT_FORMATS)
+        _choice("input.schema", self.schema, SCHEMA_MODES)
         _range("input.limit", self.limit, 1)
+        _range("input.sample_seed", self.sample_seed, 0)
+        if self.sample is not None and not 0 < self.sample < 1 and not (self.sample >= 1 and self.sample % 1 == 0):
+            raise ConfigError(
+                f"input.sample={self.sample} is neither a share above 0 and below 1 nor a whole number of rows"
+            )
+        for key in ("delimiter", "quote"):
+            value = getattr(self, key)
+            if value is not None and (len(value) != 1 or value in "\r\n"):
+                raise ConfigError(f"input.{key}={value!r} must be one character, and not the end of a line")
         self.path = _strings("input.path", self.path)
         self.columns = _strings("input.columns", self.columns) or None
 
@@ -216,6 +252,24 @@ class LaunchConfig:
 
 
 @dataclass
+class RunConfig:
+    """When a run ends before its work does, and how it shows that it lives."""
+
+    max_error_rate: float = setting(0.5, "stop when a larger share of the rows fails; 1: never")
+    min_rows: int = setting(100, "rows that must be finished before the share counts")
+    drain_seconds: float = setting(20.0, "time to finish rows in flight after a signal to stop")
+    stall_seconds: float = setting(900.0, "give up when the engine makes no step for so long")
+    heartbeat_seconds: float = setting(15.0, "seconds between signs of life in the output folder")
+
+    def __post_init__(self) -> None:
+        _range("run.max_error_rate", self.max_error_rate, 0, 1)
+        _range("run.min_rows", self.min_rows, 1)
+        _range("run.drain_seconds", self.drain_seconds, 0)
+        _range("run.stall_seconds", self.stall_seconds, 0.1)
+        _range("run.heartbeat_seconds", self.heartbeat_seconds, 0.1, 60)
+
+
+@dataclass
 class ReportConfig:
     """Progress and metrics."""
 
@@ -241,34 +295,27 @@ class Config:
     input: InputConfig = field(default_factory=InputConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    run: RunConfig = field(default_factory=RunConfig)
     report: ReportConfig = field(default_factory=ReportConfig)
 
     def __post_init__(self) -> None:
         _choice("mode", self.mode, MODES)
         _range("preview_rows", self.preview_rows, 1)
+        if self.input.format == "openai":
+            self._take_requests()
+
+    def _take_requests(self) -> None:
+        """A request of OpenAI's batch file brings its own messages and parameters, in columns of these names."""
+        prompt = self.prompt
+        if all(value is None for value in (prompt.template, prompt.template_file, prompt.messages, prompt.prompt_ids)):
+            prompt.messages = "messages"
+        if prompt.params is None:
+            prompt.params = "params"
 
 
 def leaves(schema: type = Config, prefix: str = "") -> dict[str, dataclasses.Field[Any]]:
     """Every setting by its dotted key, in the order of the schema."""
     import typing
-@dataclass
-class RunConfig:
-    """When a run ends before its work does, and how it shows that it lives."""
-
-    max_error_rate: float = setting(0.5, "stop when a larger share of the rows fails; 1: never")
-    min_rows: int = setting(100, "rows that must be finished before the share counts")
-    drain_seconds: float = setting(20.0, "time to finish rows in flight after a signal to stop")
-    stall_seconds: float = setting(900.0, "give up when the engine makes no step for so long")
-    heartbeat_seconds: float = setting(15.0, "seconds between signs of life in the output folder")
-
-    def __post_init__(self) -> None:
-        _range("run.max_error_rate", self.max_error_rate, 0, 1)
-        _range("run.min_rows", self.min_rows, 1)
-        _range("run.drain_seconds", self.drain_seconds, 0)
-        _range("run.stall_seconds", self.stall_seconds, 0.1)
-        _range("run.heartbeat_seconds", self.heartbeat_seconds, 0.1, 60)
-
-
 
     hints = typing.get_type_hints(schema)
     found: dict[str, dataclasses.Field[Any]] = {}
@@ -291,4 +338,3 @@ def lookup(config: Any, key: str) -> Any:
 def identity(config: Config) -> dict[str, Any]:
     """The settings that change a completion, by dotted key, as plain values for JSON."""
     return {key: lookup(config, key) for key, f in leaves().items() if f.metadata["identity"]}
-    run: RunConfig = field(default_factory=RunConfig)

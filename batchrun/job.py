@@ -87,7 +87,7 @@ def open_job(config: Config, *, weights: bool) -> Job:
 
     With `weights` false the weights need not be there. Raises ConfigError, InputError.
     """
-    source = open_source(config.input)
+    source = open_source(config.input, offline=config.offline)
     checkpoint = open_checkpoint(config.model, weights=weights, offline=config.offline)
     tokenizer = load_tokenizer(checkpoint, offline=config.offline)
     folders = [Path(config.prompt.template_file).parent] if config.prompt.template_file else []

@@ -21,7 +21,9 @@ from batchrun.errors import ConfigError
 
 GROUPS = ("model", "engine", "sampling", "prompt", "input", "output", "launch")
 PATH_KEYS = frozenset({"model.path", "model.tokenizer", "input.path", "output.path", "prompt.template_file"})
-TEXT_KEYS = frozenset({"prompt.template", "prompt.system", "prompt.prefill", "prompt.chat_template", "sampling.stop"})
+TEXT_KEYS = frozenset(
+    {"prompt.template", "prompt.system", "prompt.prefill", "prompt.chat_template", "sampling.stop", "input.delimiter"}
+)
 PROMPT_SOURCES = ("prompt.template", "prompt.template_file", "prompt.messages", "prompt.prompt_ids")
 GROUP_KEYS = {"input": "input.path", "output": "output.path"}
 QUOTED = re.compile(r"""(['"])((?:\\.|(?!\1).)*)\1""", re.DOTALL)
@@ -74,12 +76,16 @@ def translate(arguments: Iterable[str], options: Mapping[str, Sequence[str]]) ->
     """Overrides for Hydra's compose, from the words of the command line.
 
     `options` maps `job` and each group to the names it may have. A source of the prompt replaces the job's
-    own source, so `job=annotate prompt.template=...` needs no `prompt.template_file=null` beside it.
+    own source, so `job=annotate prompt.template=...` needs no `prompt.template_file=null` beside it; so do the
+    messages of an OpenAI batch file.
     Raises ConfigError for what is not `key=value`, an unknown key or job, and a value of the wrong kind.
     """
     pairs = [_split(argument, options) for argument in arguments]
     found = [_translate(pair, options) for pair in pairs]
     given = {pair.key: pair.value for pair in pairs if pair.key in PROMPT_SOURCES}
+    if not given and any(pair in (Override("input", "openai"), Override("input.format", "openai")) for pair in pairs):
+        given["prompt.messages"] = "messages"
+        found.append("prompt.messages=messages")
     if any(value != "null" for value in given.values()):
         found += [f"{key}=null" for key in PROMPT_SOURCES if key not in given]
     return found
@@ -103,7 +109,8 @@ def _translate(pair: Override, options: Mapping[str, Sequence[str]]) -> str:
         return f"{key}={_quote(key, value, LEAVES[key])}"
     for parent, hint in LEAVES.items():
         if typing.get_origin(hint) is dict and key.startswith(f"{parent}."):
-            return f"++{key}={value}"
+            text = typing.get_args(hint)[1] is str
+            return f"++{key}={encode(decode(value)) if text else value}"
     raise ConfigError(f"there is no setting {key!r}{suggest(key) or '; `batchrun --keys` lists all of them'}")
 
 

@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchrun import __version__
 from batchrun.config import OutputConfig
+from batchrun.data.formats.base import ROW_NUMBER
 from batchrun.data.plan import Chunk
-from batchrun.data.sources import column_list
+from batchrun.data.schemas import column_list
 from batchrun.data.values import clean_text
 from batchrun.errors import InputError
 
@@ -59,13 +61,15 @@ class OutputSchema:
     """The schema of every part, known before the model loads, and the tables that have it.
 
     `input_schema` holds the columns that are read. `kept` are those that go to the output, `schema` is the whole.
+    `carried` are the columns that batches bring to `table`: with `numbered`, their rows have numbers of their own.
     Raises InputError for a kept column that is missing, collides with an added one, or has a type that Parquet
     cannot hold.
     """
 
-    def __init__(self, config: OutputConfig, input_schema: pa.Schema, fingerprint: str) -> None:
+    def __init__(self, config: OutputConfig, input_schema: pa.Schema, fingerprint: str, numbered: bool = False) -> None:
         self.fingerprint = fingerprint
         self.kept = _kept_columns(config, input_schema)
+        self.carried = [*self.kept, ROW_NUMBER] if numbered else self.kept
         self.names = {key: config.prefix + (config.completion if key == COMPLETION else key) for key in RESULT_TYPES}
         _check_names(config, list(self.names.values()), self.kept)
         fields = [input_schema.field(name) for name in self.kept]
@@ -92,12 +96,20 @@ class OutputSchema:
             raise ValueError(f"{chunk} has {chunk.rows} rows, but got {rows} input rows and {len(results)} results")
         values = _result_values(results)
         values[SOURCE_FILE] = [source_name] * rows
-        values[SOURCE_ROW] = range(chunk.start, chunk.stop)
+        values[SOURCE_ROW] = _row_numbers(batches, chunk)
         added = [pa.array(values[key], type) for key, type in RESULT_TYPES.items()]
         schema = self.schema.with_metadata(
             {**(self.schema.metadata or {}), **footer(self.fingerprint, chunk, source_name)}
         )
         return pa.Table.from_arrays([*carried.columns, *added], schema=schema)
+
+
+def _row_numbers(batches: pa.Table | Sequence[pa.RecordBatch], chunk: Chunk) -> Any:
+    """Each row's number in its file: the one it brings, else its place in the chunk's range."""
+    parts = [batches] if isinstance(batches, pa.Table) else batches
+    if parts and all(ROW_NUMBER in part.schema.names for part in parts):
+        return np.concatenate([part.column(ROW_NUMBER).to_numpy() for part in parts])
+    return range(chunk.start, chunk.stop)
 
 
 def footer(fingerprint: str, chunk: Chunk, source_name: str) -> dict[bytes, bytes]:
@@ -158,13 +170,20 @@ def _check_names(config: OutputConfig, added: list[str], kept: list[str]) -> Non
 
 def _check_storable(fields: Sequence[pa.Field]) -> None:
     for field in fields:
+        sink = io.BytesIO()
         try:
-            pq.write_table(pa.schema([field]).empty_table(), io.BytesIO())
+            pq.write_table(pa.schema([field]).empty_table(), sink)
+            found = pq.read_schema(sink).field(0).type
         except pa.ArrowException as error:
             raise InputError(
                 f"column {field.name} of type {field.type} cannot be written as Parquet ({error}): "
                 "leave it out with output.columns"
             ) from error
+        if found != field.type:
+            raise InputError(
+                f"column {field.name} of type {field.type} would come back from Parquet as {found}: "
+                "leave it out with output.columns"
+            )
 
 
 def _with_features(metadata: dict[bytes, bytes], kept: list[str], added: list[pa.Field]) -> dict[bytes, bytes]:
@@ -179,7 +198,7 @@ def _with_features(metadata: dict[bytes, bytes], kept: list[str], added: list[pa
     try:
         described = json.loads(raw)
         old = described["info"]["features"]
-        features = {name: old[name] for name in kept if name in old}
+        features = {name: old[name] for name in kept}
     except (ValueError, KeyError, TypeError):
         return metadata
     features |= {field.name: _value_feature(field.type) for field in added}

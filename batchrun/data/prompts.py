@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from batchrun.config import PromptConfig
 from batchrun.data.chat import ChatTemplate, reason
+from batchrun.data.formats.base import ROW_ERROR
 from batchrun.data.messages import (
     SYSTEM_ROLES,
     Message,
@@ -20,7 +21,8 @@ from batchrun.data.messages import (
     parse_messages,
     storage_type,
 )
-from batchrun.data.sources import column_list
+from batchrun.data.row_params import is_params_type, parse_params
+from batchrun.data.schemas import column_list
 from batchrun.data.templates import Template, read_text
 from batchrun.data.tokens import leading_specials, vocab_size, with_leading
 from batchrun.data.values import clean_text, to_python
@@ -39,6 +41,7 @@ class Prompt:
     error_type: str | None = None  # template_error | invalid_row | empty_prompt | prompt_too_long
     error: str | None = None
     text: str | None = None
+    params: dict[str, Any] | None = None  # the row's own sampling parameters, by their names in the config
 
 
 class RowError(Exception):
@@ -96,7 +99,13 @@ class PromptBuilder:
         """One prompt a row, in row order. `batch` has at least `columns`. A row that fails is a Prompt with `error`."""
         columns = [to_python(batch.column(name)) for name in self.columns]
         rows = zip(*columns, strict=True) if columns else [()] * batch.num_rows
-        prompts = [self._build_row(dict(zip(self.columns, values, strict=True))) for values in rows]
+        broken = batch.column(ROW_ERROR).to_pylist() if ROW_ERROR in batch.schema.names else [None] * batch.num_rows
+        prompts = [
+            self._build_row(dict(zip(self.columns, values, strict=True)))
+            if why is None
+            else Prompt([], "invalid_row", why)
+            for values, why in zip(rows, broken, strict=True)
+        ]
         self._tokenize([prompt for prompt in prompts if prompt.text is not None])
         for prompt in prompts:
             self._check_length(prompt)
@@ -141,13 +150,21 @@ class PromptBuilder:
                     "used: set the others to null"
                 )
 
+        if config.params is not None:
+            found = self._type_of("prompt.params", config.params)
+            if not is_params_type(found):
+                raise InputError(
+                    f"prompt.params={config.params} has type {found}: it must be a struct with names of the sampling "
+                    "section, or JSON text of one"
+                )
+
     def _type_of(self, key: str, column: str) -> pa.DataType:
         if column not in self.schema.names:
             raise InputError(f"{key}={column} is not a column; the columns are {column_list(self.schema.names)}")
         return self.schema.field(column).type
 
     def _needed_columns(self) -> list[str]:
-        needed = {name for name in (self.config.messages, self.config.prompt_ids) if name is not None}
+        needed = {name for name in (self.config.messages, self.config.prompt_ids, self.config.params) if name}
         for template in (self.template, self.system, self.prefill):
             needed |= set(template.columns if template else ())
         return [name for name in self.schema.names if name in needed]
@@ -157,9 +174,10 @@ class PromptBuilder:
             for name, value in row.items():
                 if isinstance(value, ValueError):
                     raise RowError("invalid_row", f"column {name}: {value}")
+            params = None if self.config.params is None else self._params(row[self.config.params])
             if self.config.prompt_ids is not None:
-                return Prompt(self._ready_ids(row[self.config.prompt_ids]))
-            return Prompt([], text=clean_text(self._text(row)))
+                return Prompt(self._ready_ids(row[self.config.prompt_ids]), params=params)
+            return Prompt([], text=clean_text(self._text(row)), params=params)
         except RowError as error:
             return Prompt([], error.error_type, clean_text(str(error)))
 
@@ -197,6 +215,12 @@ class PromptBuilder:
             return parse_messages(row[column])
         except ValueError as error:
             raise RowError("invalid_row", f"column {column}: {error}") from error
+
+    def _params(self, value: Any) -> dict[str, Any]:
+        try:
+            return parse_params(value)
+        except ValueError as error:
+            raise RowError("invalid_row", f"column {self.config.params}: {error}") from error
 
     def _ready_ids(self, ids: Any) -> list[int]:
         column = self.config.prompt_ids

@@ -1,40 +1,51 @@
-"""Input files as Arrow rows: finding them, checking that they agree, reading row ranges in bounded memory."""
+"""The input as Arrow rows: files found and checked, one schema, row ranges read in bounded memory."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
 
+import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from batchrun.config import InputConfig
-from batchrun.data.paths import find_files
-from batchrun.data.values import clean_text
+from batchrun.data.filters import Filter
+from batchrun.data.formats.arrow import ArrowReader
+from batchrun.data.formats.base import ROW_ERROR, ROW_NUMBER, FileInfo, Reader, RowRange
+from batchrun.data.formats.delimited import DelimitedReader
+from batchrun.data.formats.huggingface import is_dataset_url, is_saved, open_dataset
+from batchrun.data.formats.jsonl import JsonlReader
+from batchrun.data.formats.parquet import ParquetReader
+from batchrun.data.formats.requests import RequestReader
+from batchrun.data.paths import find_files, names_of
+from batchrun.data.schemas import column_list, conform, unify
+from batchrun.data.selection import FileToSelect, Sample, Selection
+from batchrun.data.storage import COMPRESSIONS, Storage, base_name, reading
 from batchrun.errors import InputError
 
-BATCH_ROWS = 1024
-BATCH_BYTES = 64 << 20
-BUFFER_BYTES = 1 << 20
-DIGEST_BYTES = 64 << 10
-SHOWN_COLUMNS = 50
+__all__ = ["InputFile", "Source", "column_list", "open_source"]
 
-RowRange = tuple[int, int]
+_TEXT = ("", *COMPRESSIONS)
+SUFFIXES = {
+    "parquet": [".parquet"],
+    "jsonl": [f"{ending}{packed}" for ending in (".jsonl", ".ndjson", ".json") for packed in _TEXT],
+    "csv": [f"{ending}{packed}" for ending in (".csv", ".tsv") for packed in _TEXT],
+    "arrow": [".arrow", ".arrows", ".feather", ".ipc"],
+}
+SUFFIXES["openai"] = SUFFIXES["jsonl"]
+GUESSED = ("parquet", "jsonl", "csv", "arrow")
 
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """One file of the input.
+    """One file of the input, or what stands for one: a split or a shard of a data set.
 
     `name` is the path below the deepest folder that holds all files, with `/` between folders: the identity
-    that output rows show. `rows` is what the job reads of it: the file's own count, or less under `input.limit`.
-    `digest` is the SHA-256 of the size and of the first and last 64 KiB, which hold a Parquet file's footer
-    with its statistics: an edited file of equal size and row count is told apart without reading all of it.
+    that output rows show. `rows` is what the job reads of it: the file's own count, or less under `input.filter`,
+    `input.sample` and `input.limit`. `digest` tells an edited file of equal size and row count from what it was.
     """
 
     index: int
@@ -45,87 +56,41 @@ class InputFile:
     digest: str = ""
 
 
-class Reader(Protocol):
-    """A file format. A new one is a class with these members and a line in READERS."""
-
-    suffix: str
-
-    def inspect(self, path: str) -> tuple[int, pa.Schema]:
-        """Number of rows and schema. Raises OSError or pa.ArrowException for a file it cannot read."""
-
-    def batches(
-        self, path: str, ranges: Sequence[RowRange], columns: Sequence[str]
-    ) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """(number of the first row, batch) in file order, covering at least `ranges`, with at least `columns`.
-
-        Ranges are ascending and disjoint. Batches are small (BATCH_ROWS, BATCH_BYTES) whatever the file's layout.
-        """
-
-
-class ParquetReader:
-    """Parquet through pyarrow: only overlapping row groups are opened, and those are streamed page by page."""
-
-    suffix = ".parquet"
-
-    def inspect(self, path: str) -> tuple[int, pa.Schema]:
-        with pq.ParquetFile(path) as file:
-            return file.metadata.num_rows, file.schema_arrow
-
-    def batches(
-        self, path: str, ranges: Sequence[RowRange], columns: Sequence[str]
-    ) -> Iterator[tuple[int, pa.RecordBatch]]:
-        with pq.ParquetFile(path, pre_buffer=False, buffer_size=BUFFER_BYTES) as file:
-            for row, groups in _runs_of_groups(file.metadata, ranges):
-                rows = _rows_per_batch(file.metadata, groups)
-                for batch in file.iter_batches(batch_size=rows, row_groups=groups, columns=list(columns)):
-                    yield row, batch
-                    row += batch.num_rows
-
-
-READERS: dict[str, type[Reader]] = {"parquet": ParquetReader}
-
-
-def _runs_of_groups(metadata: pq.FileMetaData, ranges: Sequence[RowRange]) -> list[tuple[int, list[int]]]:
-    """Row groups that overlap `ranges`, as runs of neighbours: (first row of the run, group numbers)."""
-    runs: list[tuple[int, list[int]]] = []
-    start, at = 0, 0
-    for group in range(metadata.num_row_groups):
-        stop = start + metadata.row_group(group).num_rows
-        while at < len(ranges) and ranges[at][1] <= start:
-            at += 1
-        if at == len(ranges):
-            break
-        if ranges[at][0] < stop:
-            if runs and runs[-1][1][-1] == group - 1:
-                runs[-1][1].append(group)
-            else:
-                runs.append((start, [group]))
-        start = stop
-    return runs
-
-
-def _rows_per_batch(metadata: pq.FileMetaData, groups: Sequence[int]) -> int:
-    """Rows whose uncompressed size is about BATCH_BYTES, at most BATCH_ROWS, by the group with the widest rows."""
-    widest = max(
-        (metadata.row_group(g).total_byte_size / max(1, metadata.row_group(g).num_rows) for g in groups), default=0.0
-    )
-    return max(1, min(BATCH_ROWS, int(BATCH_BYTES / max(1.0, widest))))
-
-
 class Source:
-    """The whole input: files in the order of their rows, one schema, and a reader."""
+    """The whole input: files in the order of their rows, one schema, and a reader.
 
-    def __init__(self, reader: Reader, files: list[InputFile], schema: pa.Schema) -> None:
+    Where a selection is given, rows are numbered among the selected ones of their file, and `numbered` is true: a
+    batch can then be asked for ROW_NUMBER, the row's number in the file itself.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        files: list[InputFile],
+        schema: pa.Schema,
+        selection: Selection | None = None,
+        full_schema: pa.Schema | None = None,
+        file_rows: Sequence[int] = (),
+    ) -> None:
         self.reader = reader
         self.files = files
         self.schema = schema
+        self.selection = selection
+        self._fields = {field.name: field for field in full_schema or schema}
+        self._file_rows = file_rows
+
+    @property
+    def numbered(self) -> bool:
+        """Whether a row's number in its file is another than its number in the input."""
+        return self.selection is not None
 
     def read(
         self, file: InputFile, ranges: Sequence[RowRange], columns: Sequence[str] | None = None
     ) -> Iterator[tuple[int, pa.RecordBatch]]:
         """Rows of `ranges` (ascending, disjoint, half-open) as (number of the first row, batch), in one pass.
 
-        A batch lies in one range and holds `columns` in that order (default: all of the schema's).
+        A batch lies in one range and holds `columns` in that order (default: all of the schema's), then ROW_ERROR
+        if one of its rows is broken: why, or null for a good row.
         Raises InputError naming the file if it can no longer be read, ValueError for ranges that are out of order.
         """
         names = self.schema.names if columns is None else list(columns)
@@ -134,118 +99,184 @@ class Source:
             raise ValueError(f"row ranges {ranges} of {file.name} must be ascending and disjoint")
         if not ranges:
             return
-        schema = pa.schema([self.schema.field(name) for name in names], self.schema.metadata)
-        at, expected = 0, ranges[0][0]
-        try:
-            for first, batch in self.reader.batches(file.path, ranges, names):
-                while at < len(ranges) and ranges[at][0] < first + batch.num_rows:
-                    start, stop = max(ranges[at][0], first), min(ranges[at][1], first + batch.num_rows)
-                    yield start, _project(batch, schema).slice(start - first, stop - start)
-                    expected = stop
-                    if stop < ranges[at][1]:
-                        break
-                    at += 1
-                if at == len(ranges):
+        batches = self._rows(file, ranges, names) if self.selection is None else self._selected(file, ranges, names)
+        yield from _cut(
+            batches, ranges, f"{file.path} ends before row {ranges[-1][1]}: the file changed while the job ran"
+        )
+
+    def _rows(
+        self, file: InputFile, ranges: Sequence[RowRange], names: Sequence[str]
+    ) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """Rows by their numbers in the file, in the columns asked for, covering at least `ranges`."""
+        schema = pa.schema([self._fields[name] for name in names], self.schema.metadata)
+        batches = self.reader.batches(file.path, ranges, schema)
+        while True:
+            # The consumer's own errors are not the file's: they must not pass through here.
+            with reading(file.path, "read its rows"):
+                first, batch = next(batches, (0, None))
+                if batch is None:
                     return
-        except (OSError, pa.ArrowException) as error:
-            raise InputError(f"{file.path}: cannot read rows from {expected} on: {error}") from error
-        raise InputError(f"{file.path} ends before row {ranges[-1][1]}: the file changed while the job ran")
+                found = conform(batch, schema)
+                if ROW_ERROR in batch.schema.names and batch.column(ROW_ERROR).null_count < batch.num_rows:
+                    found = found.append_column(ROW_ERROR, batch.column(ROW_ERROR))
+            yield first, found
+
+    def _selected(
+        self, file: InputFile, ranges: Sequence[RowRange], names: Sequence[str]
+    ) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """Selected rows by their numbers among them."""
+        assert self.selection is not None, "the input has a selection"
+        needed = self.selection.filter.columns if self.selection.filter else []
+        columns = [name for name in dict.fromkeys([*names, *needed]) if name != ROW_NUMBER]
+        file_rows = self._file_rows[file.index]
+
+        def read(blocks: Sequence[RowRange]) -> Iterator[tuple[int, pa.RecordBatch]]:
+            missing = f"{file.path} ends before row {blocks[-1][1]}: the file changed while the job ran"
+            return _cut(self._rows(file, blocks, columns), blocks, missing)
+
+        for first, numbers, batch in self.selection.read(file.index, file.name, file_rows, ranges, read):
+            yield first, _with_numbers(batch, numbers, names)
 
 
-def _project(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """The schema's columns by name: a reader may return them in file order, or with namesakes of a dotted name."""
-    if not schema.names:
-        return batch.select([])
-    return pa.RecordBatch.from_arrays([batch.column(name) for name in schema.names], schema=schema)
+def _with_numbers(batch: pa.RecordBatch, numbers: np.ndarray, names: Sequence[str]) -> pa.RecordBatch:
+    """The columns asked for, ROW_NUMBER among them if it is, and ROW_ERROR if there is one."""
+    if ROW_NUMBER in names:
+        batch = batch.append_column(ROW_NUMBER, pa.array(numbers, pa.int64()))
+    return batch.select([*names, *(name for name in (ROW_ERROR,) if name in batch.schema.names)])
 
 
-def open_source(config: InputConfig) -> Source:
-    """Find and check the files that `input.path` names, in order of their paths.
+def _cut(
+    batches: Iterable[tuple[int, pa.RecordBatch]], ranges: Sequence[RowRange], missing: str
+) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """The rows of `ranges` out of batches that hold them. Raises InputError(missing) if some are not there."""
+    at = 0
+    for first, batch in batches:
+        while at < len(ranges) and ranges[at][0] < first + batch.num_rows:
+            start, stop = max(ranges[at][0], first), min(ranges[at][1], first + batch.num_rows)
+            if start < stop:
+                yield start, batch.slice(start - first, stop - start)
+            if stop < ranges[at][1]:
+                break
+            at += 1
+        if at == len(ranges):
+            return
+    raise InputError(missing)
 
-    Under `input.limit`, files after the last row needed are not opened. Raises InputError for paths that find
+
+def open_source(config: InputConfig, *, offline: bool = False) -> Source:
+    """Find and check the files or the data set that `input.path` names, in order of their paths.
+
+    Under `input.limit` alone, files after the last row needed are not opened. Raises InputError for paths that find
     nothing, files that cannot be read, columns that are missing or doubled, and schemas that differ.
     """
-    reader = READERS[config.format]()
-    paths = find_files(config.path, reader.suffix)
-    root = os.path.commonpath([os.path.dirname(path) for path in paths])
-    files: list[InputFile] = []
-    schema: pa.Schema | None = None
-    left = config.limit
-    for index, path in enumerate(paths):
-        if left == 0:
+    reader, found = _find(config, offline)
+    filter = None if config.filter is None else Filter(config.filter)
+    sample = None if config.sample is None else Sample(config.sample, config.sample_seed)
+    selects = filter is not None or sample is not None
+    paths, names, infos = _inspect(reader, found, None if selects else config.limit, config.format)
+    schemas = reader.settle(paths, [info.schema for info in infos])
+    schema = full = unify(paths, schemas, config.schema, config.columns)
+    if filter is not None and config.columns is not None:
+        full = unify(paths, schemas, config.schema, list(dict.fromkeys([*config.columns, *filter.columns])))
+    files = [
+        InputFile(index, path, name, info.size, info.rows, info.digest)
+        for index, (path, name, info) in enumerate(zip(paths, names, infos, strict=True))
+    ]
+    if not selects:
+        return Source(reader, files, schema)
+    return _select(reader, files, schema, full, Selection(filter, sample), config.limit)
+
+
+def _select(
+    reader: Reader,
+    files: list[InputFile],
+    schema: pa.Schema,
+    full: pa.Schema,
+    selection: Selection,
+    limit: int | None,
+) -> Source:
+    """The source of the selected rows: the filter's columns are read once to count them."""
+    filter = selection.filter
+    plain = Source(reader, files, schema, full_schema=full)
+    to_select = []
+    for file in files:
+        may_match: list[RowRange] = [(0, file.rows)]
+        if filter is not None:
+            filter.check(full)
+            with reading(file.path, "read its statistics"):
+                may_match = reader.may_match(file.path, filter.expression(full), file.rows)
+
+        def read(ranges: Sequence[RowRange], file: InputFile = file) -> Iterator[tuple[int, pa.RecordBatch]]:
+            return plain.read(file, ranges, filter.columns if filter else [])
+
+        to_select.append(FileToSelect(file.name, file.rows, may_match, read))
+    counts = selection.scan(to_select, limit)
+    selected = [
+        InputFile(file.index, file.path, file.name, file.size, count, file.digest)
+        for file, count in zip(files, counts, strict=True)
+    ]
+    return Source(reader, selected, schema, selection, full, [file.rows for file in files])
+
+
+def _find(config: InputConfig, offline: bool) -> tuple[Reader, list[tuple[str, str]]]:
+    """The reader, and the (path, name) of each file."""
+    storage = Storage(config.storage_options)
+    if config.format == "hf" or (config.format == "auto" and _is_dataset(config.path)):
+        return open_dataset(config, storage, offline)
+    suffixes = SUFFIXES.get(config.format) or [suffix for format in GUESSED for suffix in SUFFIXES[format]]
+    paths = find_files(config.path, suffixes, storage)
+    format = _guess(paths) if config.format == "auto" else config.format
+    return _reader(format, config, storage), list(zip(paths, names_of(paths), strict=True))
+
+
+def _is_dataset(paths: Sequence[str]) -> bool:
+    return len(paths) == 1 and (is_dataset_url(paths[0]) or is_saved(os.path.expanduser(paths[0])))
+
+
+def _guess(paths: Sequence[str]) -> str:
+    """The format that the files' endings show. Raises InputError if they show none, or several."""
+    formats: Counter[str] = Counter()
+    for path in paths:
+        ending = next((format for format in GUESSED if base_name(path).endswith(tuple(SUFFIXES[format]))), None)
+        if ending is None:
+            raise InputError(
+                f"the ending of {path} does not tell its format: set input.format to {', '.join(GUESSED)} or openai"
+            )
+        formats[ending] += 1
+    if len(formats) > 1:
+        shown = ", ".join(f"{count} {format}" for format, count in sorted(formats.items()))
+        raise InputError(f"input.path finds files of several formats ({shown}): set input.format, or narrow input.path")
+    return next(iter(formats))
+
+
+def _reader(format: str, config: InputConfig, storage: Storage) -> Reader:
+    if config.types and format not in ("jsonl", "csv"):
+        raise InputError(f"input.types is for jsonl and csv, whose types are inferred; {format} files declare theirs")
+    if format == "jsonl":
+        return JsonlReader(storage, config.types, all_keys=config.columns is None)
+    if format == "csv":
+        return DelimitedReader(storage, config.types, config.delimiter, config.quote)
+    if format == "openai":
+        return RequestReader(storage)
+    return ArrowReader(storage) if format == "arrow" else ParquetReader(storage)
+
+
+def _inspect(
+    reader: Reader, found: Sequence[tuple[str, str]], limit: int | None, format: str
+) -> tuple[list[str], list[str], list[FileInfo]]:
+    """Paths, names and what is known of each file; files after the last row needed are left out."""
+    infos: list[FileInfo] = []
+    for path, _ in found:
+        if limit == 0:
             break
-        rows, found = _inspect(reader, path, config.format)
-        found = _select(found, config.columns, path)
-        if schema is None:
-            schema = found
-        else:
-            _check_same(paths[0], schema, path, found)
-        if left is not None:
-            rows = min(rows, left)
-            left -= rows
-        name = clean_text(os.path.relpath(path, root).replace(os.sep, "/"))
-        size, digest = _digest(path)
-        files.append(InputFile(index, path, name, size, rows, digest))
-    assert schema is not None, "find_files returns at least one path and the limit is at least 1"
-    return Source(reader, files, schema)
-
-
-def _inspect(reader: Reader, path: str, format: str) -> tuple[int, pa.Schema]:
-    try:
-        return reader.inspect(path)
-    except (OSError, pa.ArrowException) as error:
-        raise InputError(
-            f"{path} cannot be read as {format} ({error}): mend or remove the file, or narrow input.path"
-        ) from error
-
-
-def _digest(path: str) -> tuple[int, str]:
-    try:
-        with open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            hashed = hashlib.sha256(size.to_bytes(8, "little"))
-            for offset in (0, max(0, size - DIGEST_BYTES)):
-                file.seek(offset)
-                hashed.update(file.read(DIGEST_BYTES))
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error}") from error
-    return size, hashed.hexdigest()
-
-
-def _select(schema: pa.Schema, columns: Iterable[str] | None, path: str) -> pa.Schema:
-    wanted = list(schema.names if columns is None else columns)
-    missing = [name for name in wanted if name not in schema.names]
-    if missing:
-        raise InputError(
-            f"input.columns names {', '.join(missing)}, which {path} does not have; "
-            f"its columns are {column_list(schema.names)}"
-        )
-    counts = Counter(schema.names)
-    doubled = [name for name in dict.fromkeys(wanted) if counts[name] > 1]
-    if doubled:
-        raise InputError(
-            f"{path} has more than one column named {', '.join(doubled)}: "
-            "rename them, or leave the name out of input.columns"
-        )
-    return pa.schema([schema.field(name) for name in dict.fromkeys(wanted)], schema.metadata)
-
-
-def _check_same(first: str, schema: pa.Schema, path: str, other: pa.Schema) -> None:
-    """Columns are matched by name: their order and schema metadata may differ, names and types may not."""
-    lines = []
-    for name in dict.fromkeys([*schema.names, *other.names]):
-        here = str(schema.field(name).type) if name in schema.names else "absent"
-        there = str(other.field(name).type) if name in other.names else "absent"
-        if here == "absent" or there == "absent" or schema.field(name).type != other.field(name).type:
-            lines.append(f"\n  {name}: {here} / {there}")
-    if lines:
-        raise InputError(
-            f"{first} and {path} differ in columns:{''.join(lines)}\n"
-            "convert one of them, or list the columns they share in input.columns"
-        )
-
-
-def column_list(names: Sequence[str]) -> str:
-    """Column names for a message."""
-    more = f" and {len(names) - SHOWN_COLUMNS} more" if len(names) > SHOWN_COLUMNS else ""
-    return (", ".join(names[:SHOWN_COLUMNS]) or "none") + more
+        try:
+            with reading(path, "read the file" if format == "auto" else f"be read as {format}"):
+                infos.append(reader.inspect(path, limit))
+        except InputError as error:
+            if error.__cause__ is None:
+                raise
+            raise InputError(f"{error}: mend or remove the file, or narrow input.path") from error.__cause__
+        if limit is not None:
+            limit -= infos[-1].rows
+    paths, names = [path for path, _ in found][: len(infos)], [name for _, name in found][: len(infos)]
+    return paths, names, infos

@@ -13,7 +13,7 @@ import jinja2.meta
 import jinja2.sandbox
 from jinja2 import nodes
 
-from batchrun.data.sources import column_list
+from batchrun.data.schemas import column_list
 from batchrun.errors import InputError
 
 WHOLE_ROW = "row"

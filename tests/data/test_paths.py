@@ -104,8 +104,3 @@ def test_folder_without_files(tmp_path: Path) -> None:
     touch(tmp_path, "_state/a.parquet")
     with pytest.raises(InputError, match=r"is a folder without any \*\.parquet file"):
         found(tmp_path, "")
-
-
-def test_url_is_refused() -> None:
-    with pytest.raises(InputError, match="s3://bucket/x is a URL"):
-        find_files(["s3://bucket/x"], ".parquet")

@@ -1,0 +1,97 @@
+"""Sampling parameters that come with a row, in a column: a struct, or JSON text, with keys of the sampling section."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+import pyarrow as pa
+
+from batchrun.config import SamplingConfig
+from batchrun.data.messages import is_text, storage_type
+from batchrun.errors import ConfigError
+
+_ARROW: dict[Any, pa.DataType] = {
+    int: pa.int64(),
+    float: pa.float64(),
+    bool: pa.bool_(),
+    str: pa.string(),
+    list[int]: pa.list_(pa.int64()),
+    list[str]: pa.list_(pa.string()),
+    Any: pa.list_(pa.string()),  # a string or a list of strings
+}
+
+
+def _types() -> dict[str, Any]:
+    """The parameters that a row can have, with their Python types; `X | None` counts as X."""
+    found = {}
+    hints = typing.get_type_hints(SamplingConfig)
+    for field in dataclasses.fields(SamplingConfig):
+        hint = hints[field.name]
+        if isinstance(hint, types.UnionType):
+            hint = next(arm for arm in typing.get_args(hint) if arm is not type(None))
+        if hint in _ARROW:
+            found[field.name] = hint
+    return found
+
+
+TYPES = _types()
+PARAMS = pa.struct([(name, _ARROW[hint]) for name, hint in TYPES.items()])
+
+
+def is_params_type(type: pa.DataType) -> bool:
+    """Whether a column can hold parameters: a struct, a map with text keys, or JSON text."""
+    type = storage_type(type)
+    return is_text(type) or pa.types.is_struct(type) or pa.types.is_map(type)
+
+
+def parse_params(value: Any) -> dict[str, Any]:
+    """The parameters of one row, checked against the limits of the sampling section; null ones are left out.
+
+    Raises ValueError saying what is wrong.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"not JSON: {error}") from error
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"not an object of parameters but {type(value).__name__}")
+    given = {key: item for key, item in value.items() if item is not None}
+    if unknown := sorted(map(str, given.keys() - TYPES.keys())):
+        raise ValueError(f"there is no parameter {', '.join(unknown)}; there are {', '.join(TYPES)}")
+    given = {key: _typed(key, item) for key, item in given.items()}
+    try:
+        config = SamplingConfig(**given)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+    return {key: getattr(config, key) for key in given}
+
+
+def row_sampling(config: SamplingConfig, own: Mapping[str, Any]) -> SamplingConfig:
+    """The job's parameters with a row's own, as `parse_params` returns them, in their place."""
+    return dataclasses.replace(config, **own) if own else config
+
+
+def _typed(key: str, value: Any) -> Any:
+    """The value as the parameter's Python type, whole floats as integers. Raises ValueError."""
+    hint = TYPES[key]
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if hint is float and is_number:
+        return float(value)
+    if hint is int and is_number and value == int(value):
+        return int(value)
+    if (hint is bool and isinstance(value, bool)) or (hint in (str, Any) and isinstance(value, str)):
+        return value
+    inner = int if hint == list[int] else str
+    is_list = hint in (Any, list[int], list[str]) and isinstance(value, list)
+    if is_list and all(isinstance(item, inner) and not isinstance(item, bool) for item in value):
+        return value
+    raise ValueError(f"{key}={value!r} is not {getattr(hint, '__name__', 'a string or a list of strings')}")
