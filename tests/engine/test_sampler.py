@@ -79,6 +79,7 @@ def test_neighbouring_positions_and_seeds_are_independent() -> None:
     for first, second in (
         (draw(logits, positions=steps), draw(logits, positions=steps + 1)),
         (draw(logits, seeds=steps), draw(logits, seeds=steps + 1)),
+        (draw(logits, seeds=steps, positions=5), draw(logits, seeds=steps + 1, positions=4)),
     ):
         counts = np.bincount(first * len(probability) + second, minlength=len(joint))[often]
         expected = joint[often] * DRAWS

@@ -88,12 +88,14 @@ class Simulation:
 
     def step(self) -> Batch | None:
         slots, before = self.scheduler.slots, self.scheduler.num_preemptions
-        running = set(slots.order.tolist())
+        running = [slots.sequences[slot] for slot in slots.order.tolist()]
+        lengths = slots.num_tokens[slots.order].tolist()
         batch = self.scheduler.schedule()
+        self.check_preempted(running, lengths)
         if batch is None:
             assert not self.sequences, "rows are left but nothing is scheduled"
             return None
-        new = set(batch.slots.tolist()) - running
+        new = {slot for slot in batch.slots.tolist() if slots.sequences[slot] not in running}
         assert not (new and self.scheduler.num_preemptions > before), "admitted in a step that preempted"
         self.check_batch(batch)
         self.check_held_back(batch, new)
@@ -104,6 +106,17 @@ class Simulation:
         self.num_computed += batch.num_tokens
         self.num_batches += 1
         return batch
+
+    def check_preempted(self, running: list[Sequence | None], lengths: list[int]) -> None:
+        """The youngest rows went, with all their tokens, and are the next to come back, oldest first."""
+        stayed = [sequence is not None and sequence.slot >= 0 for sequence in running]
+        num_stayed = sum(stayed)
+        assert all(stayed[:num_stayed])
+        for sequence, back, length in zip(
+            running[num_stayed:], self.scheduler.waiting, lengths[num_stayed:], strict=False
+        ):
+            assert sequence is back
+            assert len(back.token_ids) == length
 
     def check_batch(self, batch: Batch) -> None:
         lens = np.diff(batch.query_starts)
