@@ -60,10 +60,13 @@ class PagedModel:
         Raises UnsupportedModel if the layers that attend are not the layers that there are.
         """
         geometry: list[LayerGeometry] = []
+        seen: list[tuple[torch.Tensor, torch.Tensor]] = []  # held, so that no two lie at one address by chance
 
-        def attend(call: LayerCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, module: Any) -> torch.Tensor:
-            source = module.kv_shared_layer_index if getattr(module, "is_kv_shared_layer", False) else None
-            geometry.append(LayerGeometry(k.shape[1], k.shape[2], v.shape[2], source))
+        def attend(call: LayerCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Any) -> torch.Tensor:
+            # A layer that shares the KV of an earlier one passes that layer's own tensors.
+            same = (i for i, kv in enumerate(seen) if [x.data_ptr() for x in kv] == [k.data_ptr(), v.data_ptr()])
+            geometry.append(LayerGeometry(k.shape[1], k.shape[2], v.shape[2], next(same, None)))
+            seen.append((k, v))
             return q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
 
         tokens = torch.arange(4)

@@ -29,6 +29,14 @@ SHAPE: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
+SHARED_KV: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 8,
+}
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -40,13 +48,52 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"sliding_window": 8, **EXPERTS},
     "mixtral": {"sliding_window": None, **EXPERTS},
     "gpt_neox": {},
+    "gemma4_text": {**SHARED_KV, "global_head_dim": 16},
+    "deepseek_v3": {
+        "q_lora_rank": 16,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 6,
+        "head_dim": 4,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+    },
+}
+
+# Checked at load only: other shapes of the same parts, at little cost.
+MORE_FAMILIES: dict[str, dict[str, Any]] = {
+    "cohere": {"logit_scale": 1.0},
+    "gemma3_text": {
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "query_pre_attn_scalar": 8,
+    },
+    "gemma3n_text": {
+        **SHARED_KV,
+        "intermediate_size": [48] * 4,
+        "laurel_rank": 4,
+        "altup_num_inputs": 2,
+        "activation_sparsity_pattern": [0.0] * 4,
+    },
+    "glm4": {},
+    "gpt2": {"n_inner": 48},
+    "olmo2": {},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "qwen3_moe": {**EXPERTS, "moe_intermediate_size": 16},
+    "starcoder2": {"sliding_window": 8},
 }
 
 
 def make_model(family: str, folder: Path, **changes: Any) -> Path:
     """Build, scale and save a tiny model of `family` with a tokenizer. Weights depend on the family alone."""
     torch.manual_seed(1)
-    config = AutoConfig.for_model(family, **{**SHAPE, **FAMILIES.get(family, {}), **changes})
+    config = AutoConfig.for_model(family, **{**SHAPE, **{**FAMILIES, **MORE_FAMILIES}.get(family, {}), **changes})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():

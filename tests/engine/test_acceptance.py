@@ -19,7 +19,7 @@ from batchrun.engine.attention.torch import TorchAttention
 from batchrun.engine.batch import Batch
 from batchrun.engine.checkpoint import open_checkpoint
 from batchrun.engine.model import PagedModel, UnsupportedModel, load_model
-from tests.engine.families import FAMILIES
+from tests.engine.families import FAMILIES, MORE_FAMILIES
 
 Folder = Callable[[str], Path]
 
@@ -28,12 +28,19 @@ def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> PagedModel:
     return load_model(open_checkpoint(ModelConfig(path=str(folder))), torch.device("cpu"), dtype)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
 def test_families_pass(family: str, family_folder: Folder) -> None:
     model = loaded(family_folder(family))
     assert check_model(model, TorchAttention) < 1e-4
     assert model.backend is None
     assert model.module.config._attn_implementation == hook.NAME
+
+
+def test_layers_that_share_kv_are_found_and_cost_no_memory(family_folder: Folder) -> None:
+    layers = loaded(family_folder("gemma4_text")).layers
+    assert [layer.source for layer in layers] == [None, None, 0, 1]
+    assert [layer.key_dim for layer in layers] == [8, 16, 8, 16]
+    assert [layer.bytes_per_token(torch.float32) for layer in layers] == [2 * 16 * 4, 2 * 32 * 4, 0, 0]
 
 
 def test_half_precision_passes(llama: Path) -> None:
