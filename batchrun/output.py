@@ -92,6 +92,7 @@ def open_output(job: Job) -> Iterator[Output]:
     store = Store(folder, manifest["fingerprint"], config.output.compression)
     claim = Claim(store.state_folder, launch.index, launch.count, manifest["fingerprint"], run)
     with claim.held():
+        store.sweep()
         if not write_manifest(folder, manifest):
             check_manifest(read_manifest(folder) or {}, manifest)
         journal = Journal(folder, manifest["fingerprint"], run)

@@ -127,7 +127,9 @@ class Backlog:
             if buffer is None or buffer.chunk != chunk:
                 buffer = output.buffer(chunk)
             rows = buffer.without_result(first, first + batch.num_rows)
-            left = batch if len(rows) == batch.num_rows else batch.take([row - first for row in rows])
+            left = batch
+            if len(rows) < batch.num_rows:
+                left = batch.take(pa.array([row - first for row in rows], pa.int64()))
             yield buffer, first, batch.select(kept), rows, prompts.build(left)
 
 

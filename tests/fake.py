@@ -7,9 +7,12 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
+from batchrun.config import Config
 from batchrun.engine.params import Completion, Request
+from batchrun.errors import BatchrunError
+from batchrun.signals import Drain
 
 
 class FakeEngine:
@@ -78,6 +81,22 @@ def main(arguments: list[str]) -> int:
 
     runner.load_engine = lambda *_: FakeEngine()  # type: ignore[assignment]
     return cli.main(arguments)
+
+
+def run_job(config: Config, **environment: str) -> NoReturn:
+    """One job in a process of its own, ended with the exit code that the command would have."""
+    from batchrun import runner
+
+    os.environ.update(environment)
+    runner.load_engine = lambda *_: FakeEngine()  # type: ignore[assignment]
+    drain = Drain(config.run.drain_seconds)
+    try:
+        with drain.listening():
+            code = runner.run(config, drain)
+    except BatchrunError as error:
+        print(error, file=sys.stderr)
+        code = error.exit_code
+    sys.exit(code)
 
 
 ROOT = Path(__file__).parents[1]

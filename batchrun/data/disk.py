@@ -5,12 +5,18 @@ from __future__ import annotations
 import errno
 import json
 import os
+import socket
+import time
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from batchrun.errors import BatchrunError
+
+TEMPORARY = ".tmp"
+FOREIGN_TEMP_AGE_S = 24 * 3600.0
 
 REMEDIES = {
     errno.ENOENT: "it was removed while the job ran",
@@ -46,11 +52,38 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def temporary(target: Path) -> Path:
+    """A hidden name beside `target` that tells whose it is and that nobody else uses."""
+    return target.with_name(f".{target.name}.{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex}{TEMPORARY}")
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a file of this name was made under a name from `temporary`."""
+    return name.startswith(".") and name.endswith(TEMPORARY)
+
+
+def remove_stale(path: Path) -> None:
+    """Remove a temporary file whose process is gone: on this host by its id, on another one by a day's age."""
+    host, _, pid = path.name.removesuffix(TEMPORARY).rpartition("-")[0].rpartition("-")
+    try:
+        if host.endswith(f".{socket.gethostname()}"):
+            stale = pid.isdigit() and (int(pid) == os.getpid() or not alive(int(pid)))
+        else:
+            stale = time.time() - path.stat().st_mtime > FOREIGN_TEMP_AGE_S
+        if stale:
+            path.unlink()
+    except FileNotFoundError:
+        return
+
+
 def replace_json(path: Path, values: Mapping[str, Any]) -> None:
     """Replace a small JSON file as a whole. Its folder must be there. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n", encoding="utf-8", errors="replace")
-    os.replace(temporary, path)
+    written = temporary(path)
+    try:
+        written.write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n", encoding="utf-8", errors="replace")
+        os.replace(written, path)
+    finally:
+        written.unlink(missing_ok=True)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import re
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from batchrun.data.disk import temporary
 from batchrun.data.sources import InputFile
 from batchrun.errors import BatchrunError, ConfigError, FingerprintMismatch, InputError
+from batchrun.faults import fault
 
 # `datasets.load_dataset` takes every file below an output folder for data, whatever its ending, save those in
 # hidden folders and in folders that begin with two underscores.
@@ -146,33 +147,36 @@ def write_manifest(folder: str | os.PathLike[str], manifest: Mapping[str, Any]) 
     Raises BatchrunError if the folder cannot be written.
     """
     target = Path(folder, MANIFEST)
-    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+    written = temporary(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with open(temporary, "x", encoding="utf-8") as file:
+            with open(written, "x", encoding="utf-8") as file:
                 json.dump(manifest, file, indent=1, sort_keys=True)
                 file.flush()
                 os.fsync(file.fileno())
-            return _publish(temporary, target)
+            fault("manifest_before_publish")
+            published = _publish(written, target)
+            fault("manifest_after_publish")
+            return published
         finally:
-            temporary.unlink(missing_ok=True)
+            written.unlink(missing_ok=True)
     except OSError as error:
         raise BatchrunError(
             f"cannot write {target}: {error}: check output.path, its permissions and the free space"
         ) from error
 
 
-def _publish(temporary: Path, target: Path) -> bool:
+def _publish(written: Path, target: Path) -> bool:
     try:
-        os.link(temporary, target)
+        os.link(written, target)
     except FileExistsError:
         return False
     except OSError:
         # A file system without hard links: rename is still whole-or-nothing, only the race for first place is open.
         if target.exists():
             return False
-        os.replace(temporary, target)
+        os.replace(written, target)
     return True
 
 

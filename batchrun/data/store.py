@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
-import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchrun.data.disk import alive, explained, sync
+from batchrun.data.disk import explained, is_temporary, remove_stale, sync, temporary
 from batchrun.data.outputs import footer
 from batchrun.data.plan import STATE_FOLDER, Chunk
 from batchrun.errors import BatchrunError, FingerprintMismatch
@@ -21,8 +18,6 @@ from batchrun.faults import fault
 
 GROUP_ROWS = 100_000
 GROUP_BYTES = 64 << 20
-FOREIGN_TEMP_AGE_S = 24 * 3600.0
-TEMPORARY = ".tmp"
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +45,16 @@ class Store:
             for entry in entries:
                 if entry.name.startswith("part-"):
                     yield entry
-                elif entry.name.startswith(".part-") and entry.name.endswith(TEMPORARY):
-                    _remove_stale(Path(entry.path))
+                elif is_temporary(entry.name):
+                    remove_stale(Path(entry.path))
+
+    def sweep(self) -> None:
+        """Remove temporary files that dead processes left among the job's own records."""
+        for folder in (self.state_folder, self.state_folder / "heartbeat", self.state_folder / "runs"):
+            with explained(folder):
+                for path in folder.glob(".*") if folder.is_dir() else ():
+                    if is_temporary(path.name):
+                        remove_stale(path)
 
     def finished(self, chunk: Chunk, source_name: str) -> bool:
         """Whether the chunk's part is in place and whole. A broken one is reported, and will be made again.
@@ -86,18 +89,18 @@ class Store:
         Raises BatchrunError if it cannot be written, or reads back as something else.
         """
         target = self.folder / chunk.part
-        temporary = self.folder / f".{chunk.part}.{_owner()}-{uuid.uuid4().hex}{TEMPORARY}"
+        written = temporary(target)
         with explained(target):
             try:
                 fault("before_write")
-                _write(table, temporary, self.compression)
+                _write(table, written, self.compression)
                 fault("after_write")
-                _verify(table, chunk, temporary)
+                _verify(table, chunk, written)
                 fault("after_verify")
-                sync(temporary)
-                os.replace(temporary, target)
+                sync(written)
+                os.replace(written, target)
             except BaseException:
-                temporary.unlink(missing_ok=True)
+                written.unlink(missing_ok=True)
                 raise
             fault("after_rename")
             sync(self.folder)
@@ -124,22 +127,3 @@ def _verify(table: pa.Table, chunk: Chunk, path: Path) -> None:
             f"{path.name} was written but reads back differently ({rows} of {chunk.rows} rows): "
             "check the disk that holds output.path"
         )
-
-
-def _owner() -> str:
-    return f"{socket.gethostname()}-{os.getpid()}"
-
-
-def _remove_stale(path: Path) -> None:
-    """Remove a temporary file whose process is gone: on this host by its id, on another one by a day's age."""
-    owner, _, _ = path.name.removesuffix(TEMPORARY).partition(".parquet.")[2].rpartition("-")
-    host, _, pid = owner.rpartition("-")
-    try:
-        if host == socket.gethostname():
-            stale = not pid.isdigit() or int(pid) == os.getpid() or not alive(int(pid))
-        else:
-            stale = time.time() - path.stat().st_mtime > FOREIGN_TEMP_AGE_S
-        if stale:
-            path.unlink()
-    except FileNotFoundError:
-        return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import time
 from collections import Counter
@@ -15,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchrun.config import Config
+from batchrun.data.disk import explained, replace_json
 from batchrun.data.outputs import RowResult
 from batchrun.engine.engine import StepStats
 
@@ -76,8 +76,10 @@ class Metrics:
         for table in self._tables:
             table.close()
         if self.rows:
-            write_json(self.folder / "summary.json", self.summary())
-            write_json(self.folder.parent.parent / "summary.json", self.summary())
+            with explained(self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                replace_json(self.folder / "summary.json", self.summary())
+                replace_json(self.folder.parent.parent / "summary.json", self.summary())
 
     def add_row(self, source: str, number: int, result: RowResult) -> None:
         """A row is finished."""
@@ -153,11 +155,3 @@ class _Table:
     def _flush(self) -> None:
         self._writer.write_table(pa.table(self._columns, schema=self.schema))
         self._columns = {column: [] for column in self.schema.names}
-
-
-def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Replace a small JSON file as a whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(temporary, path)

@@ -1,0 +1,186 @@
+"""A job killed at every named point and at any time: what was saved is not made again, and the end is the same."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from batchrun.config import Config
+from batchrun.data.journal import _lines
+from tests import fake
+from tests.engine.families import make_model
+from tests.test_runner import job, write_input
+
+ROWS, FILES = 120, 2
+FAULTS = (
+    "manifest_before_publish",
+    "manifest_after_publish",
+    "journal_before_write",
+    "journal_torn",
+    "journal_after_write",
+    "journal_before_delete",
+    "before_write",
+    "after_write",
+    "after_verify",
+    "after_rename",
+)
+IDS = {fake.words(i): i for i in range(ROWS)}
+
+
+@pytest.fixture(scope="session")
+def server() -> Any:
+    """Processes that start with everything imported, from a parent that has no threads."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.fake", "batchrun.runner", "pyarrow.parquet"])
+    return context
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+class Crashing:
+    """One job that is started over and over, and the rows that it may make no more."""
+
+    def __init__(self, server: Any, model: Path, folder: Path) -> None:
+        self.server = server
+        self.output = folder / "out"
+        self.log = folder / "completed.log"
+        source = write_input(folder / "in", [fake.words(i) for i in range(ROWS)], files=FILES)
+        self.config: Config = job(
+            model, source, self.output, output__chunk_rows=16, output__journal_seconds=0.01, report__metrics=False
+        )
+        self.kills = 0
+
+    def start(self, fault: str = "", after: float | None = None, seconds: float = 0.004) -> int | None:
+        """Run the job, to be killed at a named point or after a time, and check what it made against what was saved."""
+        saved = self.saved()
+        self.log.unlink(missing_ok=True)
+        environment = {
+            "BATCHRUN_FAULT": fault,
+            "BATCHRUN_FAKE_LOG": str(self.log),
+            "BATCHRUN_FAKE_SECONDS": str(seconds),
+        }
+        process = self.server.Process(target=fake.run_job, args=(self.config,), kwargs=environment)
+        process.start()
+        process.join(timeout=after if after is not None else 60)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+        self.kills += process.exitcode == -signal.SIGKILL
+        made = self.made()
+        assert not saved & made.keys(), f"rows {sorted(saved & made.keys())} were on disk and made again"
+        assert set(made.values()) <= {1}
+        return process.exitcode
+
+    def made(self) -> Counter[int]:
+        """Rows by how often the engine completed them in the last run."""
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        return Counter(IDS[" ".join(f"w{token}" for token in line.split())] for line in lines)
+
+    def saved(self) -> set[int]:
+        """Rows that lie in a part or in a journal."""
+        rows: set[int] = set()
+        for part in self.output.glob("part-*.parquet"):
+            rows |= {IDS[text] for text in pq.read_table(part)["text"].to_pylist()}
+        for path in (self.output / "__batchrun" / "journal").glob("*"):
+            lines = list(_lines(path))
+            for block in lines[1:]:
+                rows |= {lines[0]["chunk"]["file"] * (ROWS // FILES) + row for row in block["rows"]}
+        return rows
+
+    def check_end(self) -> None:
+        """The output is exactly what it has to be, and nothing else is left."""
+        parts = sorted(self.output.glob("part-*"))
+        assert [part.name for part in parts] == [
+            f"part-{f:05d}-{i:06d}.parquet" for f in range(FILES) for i in range(4)
+        ]
+        tables = [pq.read_table(part, page_checksum_verification=True) for part in parts]
+        assert len({table.schema.remove_metadata() for table in tables}) == 1
+        rows = [row for table in tables for row in table.to_pylist()]
+        assert [row["text"] for row in rows] == list(IDS)
+        assert [row["completion"] for row in rows] == [fake.answer(text.replace("w", "").split()) for text in IDS]
+        keys = [(row["source_file"], row["source_row"]) for row in rows]
+        assert keys == [(f"rows-{f}.parquet", i) for f in range(FILES) for i in range(ROWS // FILES)]
+        leftovers = [path for path in self.output.rglob("*") if path.name.endswith(".tmp")]
+        assert leftovers == []
+        assert list((self.output / "__batchrun" / "journal").iterdir()) == []
+        assert json.loads((self.output / "__batchrun" / "manifest.json").read_text())["plan"]["rows"] == ROWS
+
+
+@pytest.fixture
+def crashing(server: Any, tiny: Path, tmp_path: Path) -> Crashing:
+    return Crashing(server, tiny, tmp_path)
+
+
+@pytest.mark.parametrize("point", FAULTS)
+def test_killed_at_each_point(crashing: Crashing, point: str) -> None:
+    nth = 1
+    while crashing.start(f"{point}:{nth}") != 0:
+        nth += nth
+        assert nth < 1000
+    assert crashing.kills >= 1, f"{point} is never passed"
+    crashing.check_end()
+
+
+def killed_at_random(crashing: Crashing, seed: int) -> None:
+    random_ = random.Random(seed)
+    while True:
+        if random_.random() < 0.5:
+            code = crashing.start(f"{random_.choice(FAULTS)}:{random_.randint(1, 6)}")
+        else:
+            code = crashing.start(after=random_.uniform(0.15, 0.7), seconds=0.02)
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+    crashing.check_end()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_killed_at_random_times(crashing: Crashing, seed: int) -> None:
+    killed_at_random(crashing, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10, 200))
+def test_killed_at_random_times_many_times(crashing: Crashing, seed: int) -> None:
+    killed_at_random(crashing, seed)
+
+
+def test_killed_workers_are_followed_by_fewer(crashing: Crashing) -> None:
+    for index in range(4):
+        crashing.config.launch.index, crashing.config.launch.count = index, 4
+        assert crashing.start("after_rename" if index % 2 else "") == (-signal.SIGKILL if index % 2 else 0)
+    for index in range(2):
+        crashing.config.launch.index, crashing.config.launch.count = index, 2
+        assert crashing.start() == 0
+    crashing.check_end()
+
+
+def test_a_journal_with_a_torn_end_is_used_up_to_there(crashing: Crashing) -> None:
+    assert crashing.start("journal_after_write:3") == -signal.SIGKILL
+    for path in (crashing.output / "__batchrun" / "journal").iterdir():
+        with open(path, "ab") as file:
+            file.write(b'deadbeef {"rows":[1,2')
+    assert crashing.saved()
+    assert crashing.start() == 0
+    crashing.check_end()
+
+
+def test_a_finished_job_makes_nothing(crashing: Crashing) -> None:
+    assert crashing.start() == 0
+    assert sum(crashing.made().values()) == ROWS
+    before = {path: os.stat(path).st_mtime_ns for path in crashing.output.glob("part-*")}
+    assert crashing.start() == 0
+    assert not crashing.made()
+    assert {path: os.stat(path).st_mtime_ns for path in crashing.output.glob("part-*")} == before
