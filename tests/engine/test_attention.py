@@ -1,4 +1,4 @@
-"""TorchAttention against attention written out query by query in float64."""
+"""Each attention backend against attention written out query by query in float64."""
 
 from __future__ import annotations
 
@@ -8,14 +8,21 @@ import numpy as np
 import pytest
 import torch
 
-from batchrun.engine.attention.base import LayerCall, LayerGeometry
-from batchrun.engine.attention.torch import TorchAttention
+from batchrun.engine.attention import cpu
+from batchrun.engine.attention.base import AttentionBackend, LayerCall, LayerGeometry
+from batchrun.engine.attention.prefix import prefix_groups
+from batchrun.engine.attention.registry import BACKENDS
 from batchrun.engine.batch import Batch, make_batch
 from batchrun.engine.params import Request
 from batchrun.engine.sequence import Sequence
 from batchrun.engine.slots import Slots
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=sorted(BACKENDS))
+def backend_class(request: pytest.FixtureRequest) -> type[AttentionBackend]:
+    return BACKENDS[request.param]
 
 
 @dataclass(frozen=True)
@@ -68,9 +75,12 @@ def naive(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, at: int, ca
 
 
 class Rows:
-    """Rows with random q, k, v for all their positions, in blocks that lie scattered."""
+    """Rows with random q, k, v for all their positions, in blocks that lie scattered.
 
-    def __init__(self, shape: Shape, seed: int) -> None:
+    The first `shared` blocks of every row that is longer are the same.
+    """
+
+    def __init__(self, shape: Shape, seed: int, shared: int = 0) -> None:
         self.shape = shape
         rng = np.random.default_rng(seed)
         torch.manual_seed(seed)
@@ -79,14 +89,24 @@ class Rows:
         scattered = rng.permutation(self.num_blocks)
         self.slots = Slots(len(shape.lengths), shape.block_size)
         self.q, self.k, self.v = {}, {}, {}
+        prefix: dict[int, torch.Tensor] = {}
         for length, count in zip(shape.lengths, per_row, strict=True):
             ids = np.zeros(length, dtype=np.int32)
             sequence = Sequence(Request(length, ids), 0, ids, length, length + 1, [], 0.0)
-            slot = self.slots.put(sequence, list(scattered[:count]), 0)
+            head = min(shared, (length - 1) // shape.block_size)
+            slot = self.slots.put(
+                sequence, [*range(self.num_blocks, self.num_blocks + head), *scattered[head:count]], 0
+            )
             scattered = scattered[count:]
             self.q[slot] = torch.randn(length, shape.heads, shape.key_dim)
             self.k[slot] = torch.randn(length, shape.kv_heads, shape.key_dim)
             self.v[slot] = torch.randn(length, shape.kv_heads, shape.value_dim)
+            common = head * shape.block_size
+            for same in (self.k, self.v):
+                same[slot][:common] = prefix.setdefault(
+                    id(same), torch.randn(shared * shape.block_size, *same[slot].shape[1:])
+                )[:common]
+        self.num_blocks += shared
         self.call = LayerCall(
             layer=0,
             scale=0.4,
@@ -120,10 +140,10 @@ class Rows:
 
 @pytest.mark.parametrize("chunks", [(100,), (1,), (7,), (3, 1, 8)], ids=str)
 @pytest.mark.parametrize("name", SHAPES)
-def test_equals_naive_attention(name: str, chunks: tuple[int, ...]) -> None:
+def test_equals_naive_attention(backend_class: type[AttentionBackend], name: str, chunks: tuple[int, ...]) -> None:
     shape = SHAPES[name]
     rows = Rows(shape, seed=len(name))
-    backend = TorchAttention([shape.geometry()], rows.num_blocks, shape.block_size, torch.float32, CPU)
+    backend = backend_class([shape.geometry()], rows.num_blocks, shape.block_size, torch.float32, CPU)
     steps = rows.batches(chunks)
     if len(chunks) > 1:
         assert any(0 < batch.num_decodes < len(batch.slots) for batch in steps), "no step mixes decodes and prompts"
@@ -133,10 +153,10 @@ def test_equals_naive_attention(name: str, chunks: tuple[int, ...]) -> None:
         torch.testing.assert_close(out.double(), rows.expected(batch, rows.call), rtol=1e-4, atol=1e-5)
 
 
-def test_layers_keep_their_own_pages_and_windows() -> None:
+def test_layers_keep_their_own_pages_and_windows(backend_class: type[AttentionBackend]) -> None:
     shape = Shape()
     rows, other = Rows(shape, seed=1), Rows(replace(shape, window=4), seed=2)
-    backend = TorchAttention([shape.geometry()] * 2, rows.num_blocks, shape.block_size, torch.float32, CPU)
+    backend = backend_class([shape.geometry()] * 2, rows.num_blocks, shape.block_size, torch.float32, CPU)
     calls = (rows.call, replace(other.call, layer=1))
     for batch in rows.batches((7,)):
         backend.begin(batch)
@@ -145,11 +165,11 @@ def test_layers_keep_their_own_pages_and_windows() -> None:
             torch.testing.assert_close(out.double(), layer.expected(batch, call), rtol=1e-4, atol=1e-5)
 
 
-def test_a_sharing_layer_reads_the_pages_of_its_source_and_writes_none() -> None:
+def test_a_sharing_layer_reads_the_pages_of_its_source_and_writes_none(backend_class: type[AttentionBackend]) -> None:
     shape = Shape()
     rows = Rows(shape, seed=3)
     layers = [shape.geometry(), shape.geometry(source=0)]
-    backend = TorchAttention(layers, rows.num_blocks, shape.block_size, torch.float32, CPU)
+    backend = backend_class(layers, rows.num_blocks, shape.block_size, torch.float32, CPU)
     sharing = replace(rows.call, layer=1, window=5)
     for batch in rows.batches((7,)):
         backend.begin(batch)
@@ -161,12 +181,50 @@ def test_a_sharing_layer_reads_the_pages_of_its_source_and_writes_none() -> None
     assert layers[0].bytes_per_token(torch.float32) == 2 * (8 + 8) * 4
 
 
-def test_half_precision_stays_near_the_exact_result() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_stays_near_the_exact_result(backend_class: type[AttentionBackend], dtype: torch.dtype) -> None:
     shape = Shape(softcap=4.0, sinks=True)
     rows = Rows(shape, seed=4)
-    backend = TorchAttention([shape.geometry()], rows.num_blocks, shape.block_size, torch.bfloat16, CPU)
+    backend = backend_class([shape.geometry()], rows.num_blocks, shape.block_size, dtype, CPU)
     for batch in rows.batches((7,)):
         backend.begin(batch)
-        out = backend.attend(rows.call, *(rows.flat(batch, x).bfloat16() for x in (rows.q, rows.k, rows.v)))
-        assert out.dtype == torch.bfloat16
+        out = backend.attend(rows.call, *(rows.flat(batch, x).to(dtype) for x in (rows.q, rows.k, rows.v)))
+        assert out.dtype == dtype
         torch.testing.assert_close(out.double(), rows.expected(batch, rows.call), rtol=0.1, atol=0.05)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_prefix_groups_equal_naive_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "MIN_GROUP_ROWS", 2)
+    monkeypatch.setattr(cpu, "MIN_SAVED_BLOCKS", 1)
+    monkeypatch.setattr(cpu, "QUERY_TILE", 3)
+    shape = replace(SHAPES[name], lengths=(30, 3, 41, 29, 26, 37, 22))
+    if shape.block_size > 8:
+        shape = replace(shape, block_size=8)
+    rows = Rows(shape, seed=5, shared=2)
+    backend = cpu.CpuAttention([shape.geometry()], rows.num_blocks, shape.block_size, torch.float32, CPU)
+    grouped = 0
+    for batch in rows.batches((9, 1, 4)):
+        grouped += sum(len(group.rows) for group in prefix_groups(batch, shape.block_size, 2, 1))
+        backend.begin(batch)
+        out = backend.attend(rows.call, *(rows.flat(batch, x) for x in (rows.q, rows.k, rows.v)))
+        torch.testing.assert_close(out.double(), rows.expected(batch, rows.call), rtol=1e-4, atol=1e-5)
+    assert grouped > 10
+
+
+def test_prefix_groups_take_the_depth_that_saves_most() -> None:
+    shape = Shape(block_size=4, lengths=(20,) * 6)
+    rows = Rows(shape, seed=0)
+    tables = rows.slots.block_tables
+    tables[:6, 0] = 7  # all six begin alike, four of them three blocks deep, one of these differs after two
+    tables[:4, 1] = 8
+    tables[:3, 2] = 9
+    rows.slots.num_computed[:6] = 19
+    batch = make_batch(rows.slots, np.arange(6), np.ones(6, dtype=np.int64))
+    groups = prefix_groups(batch, 4, min_rows=2, min_saved=1)
+    assert [sorted(batch.slots[group.rows].tolist()) for group in groups] == [[0, 1, 2, 3], [4, 5]]
+    assert [group.blocks.tolist() for group in groups] == [[7, 8], [7]]
+    assert prefix_groups(batch, 4, min_rows=5, min_saved=5)[0].depth == 1
+    assert prefix_groups(batch, 4, min_rows=7, min_saved=1) == []
+    rows.slots.num_computed[:6] = 3  # nothing is computed to the end of a block
+    assert prefix_groups(make_batch(rows.slots, np.arange(6), np.ones(6, dtype=np.int64)), 4, 2, 1) == []

@@ -1,0 +1,65 @@
+"""Which rows of a batch begin with the same KV pages, so that the pages can be read once for all of them.
+
+numpy only. Sharing is physical here: two rows share a prefix where their block tables name the same blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from batchrun.engine.batch import Batch
+
+
+@dataclass(slots=True)
+class PrefixGroup:
+    """Rows (int64 [n]) whose first `depth` blocks are `blocks` (int64 [depth]), all computed before this step."""
+
+    rows: np.ndarray
+    blocks: np.ndarray
+
+    @property
+    def depth(self) -> int:
+        return len(self.blocks)
+
+
+def prefix_groups(batch: Batch, block_size: int, min_rows: int, min_saved: int) -> list[PrefixGroup]:
+    """Disjoint groups of at least `min_rows` rows that save at least `min_saved` block reads each.
+
+    Each group takes the depth that saves most: (rows that share so deep - 1) x depth.
+    """
+    # A page may be shared up to the last position that was there before the step: own queries see all of it.
+    computed = batch.seq_lens - np.diff(batch.query_starts)
+    limit = computed // block_size
+    left = np.flatnonzero(limit > 0)
+    groups: list[PrefixGroup] = []
+    while len(left) >= min_rows:
+        firsts, counts = np.unique(batch.block_tables[left, 0], return_counts=True)
+        if counts.max() < min_rows:
+            break
+        members = left[batch.block_tables[left, 0] == firsts[counts.argmax()]]
+        group = _best_group(batch.block_tables, members, limit, min_rows)
+        left = left[~np.isin(left, members if group is None else group.rows)]
+        if group is not None and (len(group.rows) - 1) * group.depth >= min_saved:
+            groups.append(group)
+    return groups
+
+
+def _best_group(tables: np.ndarray, members: np.ndarray, limit: np.ndarray, min_rows: int) -> PrefixGroup | None:
+    """The deepest worthwhile group along the most common path through the members' tables."""
+    best: PrefixGroup | None = None
+    saved = 0
+    alive = members
+    for depth in range(1, int(limit[members].max()) + 1):
+        alive = alive[limit[alive] >= depth]
+        if len(alive) < min_rows:
+            break
+        values, counts = np.unique(tables[alive, depth - 1], return_counts=True)
+        alive = alive[tables[alive, depth - 1] == values[counts.argmax()]]
+        if len(alive) < min_rows:
+            break
+        if (len(alive) - 1) * depth > saved:
+            saved = (len(alive) - 1) * depth
+            best = PrefixGroup(alive, tables[alive[0], :depth].astype(np.int64))
+    return best
