@@ -145,6 +145,7 @@ def complete(
             if drain.requested:
                 if more:
                     engine.drop_waiting()
+                    report.draining()
                 more = False
                 if drain.expired:
                     return

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from batchrun.config import Config
 from batchrun.engine.params import Completion, Request
 from batchrun.errors import BatchrunError
-from batchrun.signals import Drain
+from batchrun.signals import INTERRUPTED, Drain
 
 
 class FakeEngine:
@@ -96,6 +96,8 @@ def run_job(config: Config, **environment: str) -> NoReturn:
     except BatchrunError as error:
         print(error, file=sys.stderr)
         code = error.exit_code
+    except KeyboardInterrupt:
+        code = INTERRUPTED
     sys.exit(code)
 
 

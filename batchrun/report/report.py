@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from batchrun.config import Config
+from batchrun.data.disk import explained
 from batchrun.data.outputs import RowResult
 from batchrun.engine.engine import StepStats
 from batchrun.output import Output
@@ -49,6 +50,12 @@ class Report:
         self.progress.start()
         self.heartbeat.state = "running"
         self._working_since = self._working_since or time.monotonic()
+
+    def draining(self) -> None:
+        """Rows in flight are finished, and no more are begun."""
+        self.heartbeat.state = "draining"
+        with explained(self.heartbeat.path):
+            self.heartbeat.beat()
 
     def add_row(self, source_name: str, number: int, result: RowResult) -> None:
         """A row is finished."""
