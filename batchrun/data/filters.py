@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Any
 
 import pyarrow as pa
@@ -25,7 +26,7 @@ ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: pc.add_checked,
     ast.Sub: pc.subtract_checked,
     ast.Mult: pc.multiply_checked,
-    ast.Div: pc.divide,
+    ast.Div: lambda left, right: pc.divide(left.cast(pa.float64()), right.cast(pa.float64())),
 }
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "lower": pc.utf8_lower,
@@ -103,6 +104,8 @@ class _Walk:
         self.text = text
         self.values = values
         self.types = types
+        # Compute functions take a constant beside an expression as an expression only.
+        self.lift = pc.scalar if any(isinstance(value, pc.Expression) for value in values.values()) else _same
 
     def visit(self, node: ast.AST) -> Any:
         if (name := _column(node)) is not None:
@@ -163,13 +166,13 @@ class _Walk:
         sides = []
         for side, other in ((left, right), (right, left)):
             if isinstance(side, ast.Constant):
-                sides.append(_scalar(side.value, self._type(other)))
+                sides.append(self.lift(_scalar(side.value, self._type(other))))
             else:
                 sides.append(self.visit(side))
         return sides[0], sides[1]
 
     def _constant(self, node: ast.Constant) -> Any:
-        return _scalar(self._constant_value(node), None)
+        return self.lift(_scalar(self._constant_value(node), None))
 
     def _constant_value(self, node: ast.expr) -> Any:
         negative = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub)
@@ -183,11 +186,13 @@ class _Walk:
         if node.keywords or not node.args or (name != "len" and name not in FUNCTIONS):
             raise self._refused(node)
         value = self.visit(node.args[0])
-        if name == "len":
+        if name == "len" and len(node.args) == 1:
             type = self._type(node.args[0])
             is_text = type is None or pa.types.is_string(type) or pa.types.is_large_string(type)
             return pc.utf8_length(value) if is_text else pc.list_value_length(value)
         try:
+            if name == "len":
+                raise self._refused(node)
             return FUNCTIONS[name](value, *(self._constant_value(argument) for argument in node.args[1:]))
         except TypeError as error:
             raise self._refused(node) from error
@@ -202,8 +207,14 @@ class _Walk:
 type_of: Callable[[Any], Any] = type
 
 
+def _same(value: Any) -> Any:
+    return value
+
+
 def _scalar(value: Any, type: pa.DataType | None) -> pa.Scalar:
-    """A constant, as a date or time where its text is compared with one."""
+    """A constant: as a decimal beside one, as a date or time where its text is compared with one."""
+    if type is not None and pa.types.is_decimal(type) and isinstance(value, (int, float)):
+        return pa.scalar(Decimal(repr(value)))
     scalar = pa.scalar(value)
     if type is None or not isinstance(value, str) or pa.types.is_string(type):
         return scalar

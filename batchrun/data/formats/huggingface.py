@@ -23,7 +23,7 @@ from batchrun.data.paths import names_of
 from batchrun.data.storage import Storage, is_url
 from batchrun.errors import InputError
 
-HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 DIGEST_ROWS = 256
 URL_KEYS = {"config": "name", "name": "name", "split": "split", "revision": "revision", "streaming": "streaming"}
 
@@ -119,10 +119,11 @@ def _loaded(path: str, config: InputConfig, storage: Storage) -> tuple[Reader, F
 def _streamed(path: str, config: InputConfig, storage: Storage) -> tuple[Reader, Found]:
     """Parquet files are read as such, by row group. All else comes as shards, each read from its beginning."""
     from datasets import load_dataset, load_dataset_builder
+    from datasets.packaged_modules.parquet.parquet import Parquet
 
     builder = load_dataset_builder(path, config.name, revision=config.revision, **_options(storage))
     files = builder.config.data_files or {}
-    if type(builder).__name__ == "Parquet" and files:
+    if isinstance(builder, Parquet) and files:
         split = _one_split(config.split, list(map(str, files)))
         paths = [str(file) for file in files[split]]
         return StreamedParquetReader(storage, builder.info.features), list(zip(paths, names_of(paths), strict=True))
