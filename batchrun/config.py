@@ -92,6 +92,7 @@ class EngineConfig:
     max_num_seqs: int = setting(256, "most sequences running at once")
     max_batched_tokens: int = setting(2048, "most tokens computed in one step")
     prefix_caching: bool = setting(True, "reuse pages of prompts that begin alike")
+    fused_layers: bool = setting(True, "rebuild decoder layers with merged products, where they compute the same")
     num_threads: int | None = setting(None, "CPU threads; default: all cores given to the process")
 
     def __post_init__(self) -> None:
@@ -311,6 +312,9 @@ class Config:
             prompt.messages = "messages"
         if prompt.params is None:
             prompt.params = "params"
+        for key, columns in (("input.columns", self.input.columns), ("output.columns", self.output.columns)):
+            if columns is not None and "custom_id" not in columns:
+                raise ConfigError(f"{key}={columns} leaves out custom_id, by which answers to requests are told apart")
 
 
 def leaves(schema: type = Config, prefix: str = "") -> dict[str, dataclasses.Field[Any]]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from batchrun.data.batch_output import write_batch_output
 from batchrun.data.buffer import ChunkBuffer
 from batchrun.data.claim import Claim
 from batchrun.data.journal import Journal
@@ -74,6 +75,9 @@ class Output:
         """Raise BatchrunError unless every chunk of this worker's share has its part."""
         self.ledger.check_complete(self.ledger.own)
         self.journal.discard(stem for stem in self.journal.stems() if self.ledger.owns(f"{stem}.parquet"))
+        if self.job.config.input.format == "openai":
+            parts = [chunk.part for chunk in self.job.plan.chunks()]
+            write_batch_output(self.store.folder, parts, self.job.checkpoint.name, self.schema.names)
 
 
 @contextmanager

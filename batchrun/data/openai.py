@@ -1,24 +1,18 @@
-"""OpenAI's batch files: a line of a request file as columns, and the response file of a finished job.
+"""A line of OpenAI's batch request file as columns of a row.
 
-The format: https://platform.openai.com/docs/api-reference/batch (request input and request output objects).
+The format: https://platform.openai.com/docs/api-reference/batch (the request input object).
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from batchrun.data.row_params import PARAMS, TYPES, parse_params
 from batchrun.data.values import clean_text
-from batchrun.errors import BatchrunError
 
 CHAT_URL = "/v1/chat/completions"
 SCHEMA = pa.schema(
@@ -52,8 +46,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "modalities": (["text"],),
 }
-BATCH_OUTPUT = "batch_output.jsonl"
-READ_ROWS = 4096
 
 
 def parse_request(request: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
@@ -105,69 +97,3 @@ def _params(body: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(parsed.get("stop"), str):
         parsed["stop"] = [parsed["stop"]]
     return parsed
-
-
-def write_batch_output(
-    target: str | os.PathLike[str],
-    parts: Sequence[str | os.PathLike[str]],
-    model: str,
-    created: int,
-    names: Mapping[str, str] | None = None,
-) -> None:
-    """Write the response file of a finished job: a line for each row of `parts`, in their order.
-
-    `names` maps what a line is made of to the output's columns, where those have other names (`OutputSchema.names`);
-    `created` is in seconds since 1970. The file appears whole or not at all, and is the same for the same parts.
-    Raises BatchrunError if it cannot be written.
-    """
-    target = Path(target)
-    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with open(temporary, "x", encoding="utf-8") as file:
-            for row in _rows(parts, names or {}):
-                json.dump(_response(row, model, created), file, ensure_ascii=False)
-                file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except OSError as error:
-        raise BatchrunError(f"cannot write {target}: {error}: check the disk that holds output.path") from error
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _rows(parts: Sequence[str | os.PathLike[str]], names: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    keys = ("completion", "finish_reason", "error_type", "error", "prompt_tokens", "cached_tokens", "completion_tokens")
-    columns = {key: names.get(key, key) for key in keys} | {"custom_id": "custom_id"}
-    for part in parts:
-        with pq.ParquetFile(part) as file:
-            for batch in file.iter_batches(batch_size=READ_ROWS, columns=list(columns.values())):
-                values = [batch.column(name).to_pylist() for name in columns.values()]
-                yield from (dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True))
-
-
-def _response(row: Mapping[str, Any], model: str, created: int) -> dict[str, Any]:
-    custom_id = row["custom_id"]
-    number = hashlib.sha256(f"{model}\x1f{created}\x1f{custom_id}".encode()).hexdigest()[:32]
-    line: dict[str, Any] = {"id": f"batch_req_{number}", "custom_id": custom_id, "response": None, "error": None}
-    if row["error_type"] is not None:
-        line["error"] = {"code": row["error_type"], "message": row["error"]}
-        return line
-    usage = {
-        "prompt_tokens": row["prompt_tokens"],
-        "completion_tokens": row["completion_tokens"],
-        "total_tokens": row["prompt_tokens"] + row["completion_tokens"],
-        "prompt_tokens_details": {"cached_tokens": row["cached_tokens"]},
-    }
-    message = {"role": "assistant", "content": row["completion"], "refusal": None}
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": row["finish_reason"]}
-    body = {
-        "id": f"chatcmpl-{number}",
-        "object": "chat.completion",
-        "created": created,
-        "model": model,
-        "choices": [choice],
-        "usage": usage,
-    }
-    line["response"] = {"status_code": 200, "request_id": number, "body": body}
-    return line

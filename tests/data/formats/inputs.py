@@ -36,7 +36,9 @@ def write_lines(path: Path, lines: Iterable[Any]) -> Path:
     return path
 
 
-def rows_of(source: Source, ranges: Sequence[tuple[int, int]] | None = None, columns: Any = None) -> list[dict]:
+def rows_of(
+    source: Source, ranges: Sequence[tuple[int, int]] | None = None, columns: Any = None
+) -> list[dict[str, Any]]:
     """Rows of all files, or of ranges of the first, with "number" and, for a broken row, "why"."""
     rows = []
     for file in source.files if ranges is None else source.files[:1]:

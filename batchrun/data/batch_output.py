@@ -1,0 +1,90 @@
+"""OpenAI's batch response file, made of the parts of a finished job.
+
+The format: https://platform.openai.com/docs/api-reference/batch (the request output object).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchrun.data.disk import explained, temporary
+from batchrun.data.plan import MANIFEST, STATE_FOLDER
+from batchrun.errors import BatchrunError
+
+# Beside the parts it would be taken for a part by readers of the whole folder.
+BATCH_OUTPUT = f"{STATE_FOLDER}/batch_output.jsonl"
+READ_ROWS = 4096
+
+
+def write_batch_output(folder: Path, parts: Sequence[str], model: str, names: Mapping[str, str] | None = None) -> bool:
+    """Write BATCH_OUTPUT of a finished job: a line for each row of `parts`, in their order.
+
+    `parts` are names in `folder`; `names` maps what a line is made of to the output's columns, where those have other
+    names (`OutputSchema.names`). The file appears whole or not at all, and is the same for the same parts. Returns
+    False, and does nothing, while a part is missing: another worker's. Raises BatchrunError if it cannot be written.
+    """
+    paths = [folder / part for part in parts]
+    if not all(path.exists() for path in paths):
+        return False
+    target = folder / BATCH_OUTPUT
+    created = int((folder / MANIFEST).stat().st_mtime)
+    written = temporary(target)
+    with explained(target):
+        try:
+            with open(written, "x", encoding="utf-8") as file:
+                for row in _rows(paths, names or {}):
+                    json.dump(_response(row, model, created), file, ensure_ascii=False)
+                    file.write("\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(written, target)
+        except pa.ArrowException as error:
+            raise BatchrunError(f"cannot make {target} from the parts: {error}") from error
+        finally:
+            written.unlink(missing_ok=True)
+    return True
+
+
+def _rows(parts: Sequence[Path], names: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    keys = ("completion", "finish_reason", "error_type", "error", "prompt_tokens", "cached_tokens", "completion_tokens")
+    columns = {key: names.get(key, key) for key in keys} | {"custom_id": "custom_id"}
+    for part in parts:
+        with pq.ParquetFile(part) as file:
+            for batch in file.iter_batches(batch_size=READ_ROWS, columns=list(columns.values())):
+                values = [batch.column(name).to_pylist() for name in columns.values()]
+                yield from (dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True))
+
+
+def _response(row: Mapping[str, Any], model: str, created: int) -> dict[str, Any]:
+    custom_id = row["custom_id"]
+    number = hashlib.sha256(f"{model}\x1f{created}\x1f{custom_id}".encode()).hexdigest()[:32]
+    line: dict[str, Any] = {"id": f"batch_req_{number}", "custom_id": custom_id, "response": None, "error": None}
+    if row["error_type"] is not None:
+        line["error"] = {"code": row["error_type"], "message": row["error"]}
+        return line
+    usage = {
+        "prompt_tokens": row["prompt_tokens"],
+        "completion_tokens": row["completion_tokens"],
+        "total_tokens": row["prompt_tokens"] + row["completion_tokens"],
+        "prompt_tokens_details": {"cached_tokens": row["cached_tokens"]},
+    }
+    message = {"role": "assistant", "content": row["completion"], "refusal": None}
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": row["finish_reason"]}
+    body = {
+        "id": f"chatcmpl-{number}",
+        "object": "chat.completion",
+        "created": created,
+        "model": model,
+        "choices": [choice],
+        "usage": usage,
+    }
+    line["response"] = {"status_code": 200, "request_id": number, "body": body}
+    return line
