@@ -17,7 +17,7 @@ import yaml
 import batchrun
 from batchrun import cli
 from batchrun.assets import asset
-from batchrun.errors import ErrorBudgetExceeded, FingerprintMismatch
+from batchrun.errors import Drained, ErrorBudgetExceeded, FingerprintMismatch, OutputInUse
 
 COMMAND = Path(sys.executable).with_name("batchrun")
 HOME = os.path.expanduser("~")
@@ -212,7 +212,7 @@ def test_the_slurm_script_takes_the_task_s_share_and_passes_the_exit_code_on(
 def ends_with(outcome: BaseException | int) -> types.SimpleNamespace:
     """A runner that ends in one way, whatever the mode."""
 
-    def run(config: object) -> int:
+    def run(config: object, drain: object = None) -> int:
         if isinstance(outcome, BaseException):
             raise outcome
         return outcome
@@ -227,6 +227,8 @@ def ends_with(outcome: BaseException | int) -> types.SimpleNamespace:
         (RuntimeError("broken engine"), 1, "RuntimeError: broken engine"),
         (ErrorBudgetExceeded("20 of 100 rows failed"), 3, "batchrun: 20 of 100 rows failed\n"),
         (FingerprintMismatch("other settings"), 4, "batchrun: other settings\n"),
+        (OutputInUse("process 7 is writing"), 2, "batchrun: process 7 is writing\n"),
+        (Drained("stopped by SIGTERM"), 75, "batchrun: stopped by SIGTERM\n"),
         (KeyboardInterrupt(), 130, "batchrun: interrupted"),
     ],
 )
