@@ -23,8 +23,8 @@ PROMPT_KINDS = ("chat", "completion")
 COMPRESSION = ("zstd", "snappy", "gzip", "lz4", "none")
 
 
-def setting(default: Any, help: str, *, identity: bool = False) -> Any:
-    """A config leaf. `identity` marks a setting that changes completions: it enters the fingerprint."""
+def setting(default: Any, help: str, *, identity: bool) -> Any:
+    """A config leaf. `identity` says whether it changes completions: if so, it enters the fingerprint."""
     metadata = {"help": help, "identity": identity}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
@@ -57,8 +57,8 @@ def _strings(key: str, value: Any) -> list[str]:
 class JobConfig:
     """What `job=` selected."""
 
-    name: str = setting("", "name of the job, for messages and metrics")
-    description: str = setting("", "what the job does, in one line")
+    name: str = setting("", "name of the job, for messages and metrics", identity=False)
+    description: str = setting("", "what the job does, in one line", identity=False)
 
 
 @dataclass
@@ -69,12 +69,12 @@ class ModelConfig:
     revision: str | None = setting(None, "branch, tag or commit of a hub id", identity=True)
     tokenizer: str | None = setting(None, "folder or hub id of another tokenizer", identity=True)
     dtype: str = setting("auto", "auto, float32, bfloat16 or float16", identity=True)
-    device: str = setting("auto", "auto, cpu, cuda or cuda:N")
+    device: str = setting("auto", "auto, cpu, cuda or cuda:N", identity=False)
     max_model_len: int | None = setting(
         None, "longest prompt + completion in tokens; default: the model's", identity=True
     )
     trust_remote_code: bool = setting(False, "run Python code that comes with the checkpoint", identity=True)
-    allow_pickle: bool = setting(False, "load .bin weights too; they can run code when opened")
+    allow_pickle: bool = setting(False, "load .bin weights too; they can run code when opened", identity=False)
 
     def __post_init__(self) -> None:
         _choice("model.dtype", self.dtype, DTYPES)
@@ -85,15 +85,19 @@ class ModelConfig:
 class EngineConfig:
     """How tokens are computed: speed and memory only, never what a completion says."""
 
-    attention: str = setting("auto", "attention backend: auto, torch or cpu")
-    block_size: int = setting(32, "tokens in one page of the KV cache")
-    num_blocks: int | None = setting(None, "pages in the KV cache; default: from kv_cache_gib")
-    kv_cache_gib: float | None = setting(None, "memory for the KV cache in GiB; default: from the free memory")
-    max_num_seqs: int = setting(256, "most sequences running at once")
-    max_batched_tokens: int = setting(2048, "most tokens computed in one step")
-    prefix_caching: bool = setting(True, "reuse pages of prompts that begin alike")
-    fused_layers: bool = setting(True, "rebuild decoder layers with merged products, where they compute the same")
-    num_threads: int | None = setting(None, "CPU threads; default: all cores given to the process")
+    attention: str = setting("auto", "attention backend: auto, torch or cpu", identity=False)
+    block_size: int = setting(32, "tokens in one page of the KV cache", identity=False)
+    num_blocks: int | None = setting(None, "pages in the KV cache; default: from kv_cache_gib", identity=False)
+    kv_cache_gib: float | None = setting(
+        None, "memory for the KV cache in GiB; default: from the free memory", identity=False
+    )
+    max_num_seqs: int = setting(256, "most sequences running at once", identity=False)
+    max_batched_tokens: int = setting(2048, "most tokens computed in one step", identity=False)
+    prefix_caching: bool = setting(True, "reuse pages of prompts that begin alike", identity=False)
+    fused_layers: bool = setting(
+        True, "rebuild decoder layers with merged products, where they compute the same", identity=False
+    )
+    num_threads: int | None = setting(None, "CPU threads; default: all cores given to the process", identity=False)
 
     def __post_init__(self) -> None:
         _choice("engine.attention", self.attention, ATTENTION)
@@ -175,8 +179,12 @@ class PromptConfig:
 class InputConfig:
     """Where rows come from."""
 
-    format: str = setting("auto", "auto (by the files' endings), parquet, jsonl, csv, arrow, hf or openai")
-    path: Any = setting(None, "file, folder (searched to any depth), glob, URL, or list of them; a data set for hf")
+    format: str = setting(
+        "auto", "auto (by the files' endings), parquet, jsonl, csv, arrow, hf or openai", identity=False
+    )
+    path: Any = setting(
+        None, "file, folder (searched to any depth), glob, URL, or list of them; a data set for hf", identity=False
+    )
     columns: Any = setting(None, "columns to read; default: all", identity=False)
     filter: str | None = setting(
         None, "condition on a row's columns, as in: rating >= 4 and lang == 'en'", identity=True
@@ -194,12 +202,16 @@ class InputConfig:
     )
     delimiter: str | None = setting(None, "csv: between fields; default: a tab for .tsv, else a comma", identity=True)
     quote: str | None = setting('"', "csv: around fields that hold a delimiter; null: quotes are text", identity=True)
-    name: str | None = setting(None, "hf: configuration of the data set")
-    split: str | None = setting(None, "hf: split; default: the only one")
-    revision: str | None = setting(None, "hf: branch, tag or commit of the data set")
-    streaming: bool = setting(False, "hf: read from where the data set lies, without a copy in the cache")
+    name: str | None = setting(None, "hf: configuration of the data set", identity=False)
+    split: str | None = setting(None, "hf: split; default: the only one", identity=False)
+    revision: str | None = setting(None, "hf: branch, tag or commit of the data set", identity=False)
+    streaming: bool = setting(
+        False, "hf: read from where the data set lies, without a copy in the cache", identity=False
+    )
     storage_options: dict[str, Any] = setting(
-        {}, "for URLs: options of the fsspec file system, such as endpoint_url; keep secrets in the environment"
+        {},
+        "for URLs: options of the fsspec file system, such as endpoint_url; keep secrets in the environment",
+        identity=False,
     )
 
     def __post_init__(self) -> None:
@@ -223,13 +235,15 @@ class InputConfig:
 class OutputConfig:
     """Where completions go, and how parts look."""
 
-    path: str | None = setting(None, "output folder")
+    path: str | None = setting(None, "output folder", identity=False)
     chunk_rows: int = setting(1000, "input rows in one part: the unit of work and of commit", identity=True)
     completion: str = setting("completion", "name of the column with the generated text", identity=True)
     prefix: str = setting("", "put before the name of each column that batchrun adds", identity=True)
     columns: Any = setting(None, "input columns to keep; default: all that were read", identity=True)
-    compression: str = setting("zstd", "zstd, snappy, gzip, lz4 or none")
-    journal_seconds: float = setting(5.0, "seconds between writes of finished rows whose part is not complete yet")
+    compression: str = setting("zstd", "zstd, snappy, gzip, lz4 or none", identity=False)
+    journal_seconds: float = setting(
+        5.0, "seconds between writes of finished rows whose part is not complete yet", identity=False
+    )
 
     def __post_init__(self) -> None:
         _range("output.chunk_rows", self.chunk_rows, 1)
@@ -244,8 +258,8 @@ class OutputConfig:
 class LaunchConfig:
     """Which share of the chunks this process takes: chunk i is done by worker i mod count."""
 
-    index: int = setting(0, "this worker's number, from 0")
-    count: int = setting(1, "number of workers")
+    index: int = setting(0, "this worker's number, from 0", identity=False)
+    count: int = setting(1, "number of workers", identity=False)
 
     def __post_init__(self) -> None:
         _range("launch.count", self.count, 1)
@@ -256,11 +270,11 @@ class LaunchConfig:
 class RunConfig:
     """When a run ends before its work does, and how it shows that it lives."""
 
-    max_error_rate: float = setting(0.5, "stop when a larger share of the rows fails; 1: never")
-    min_rows: int = setting(100, "rows that must be finished before the share counts")
-    drain_seconds: float = setting(20.0, "time to finish rows in flight after a signal to stop")
-    stall_seconds: float = setting(900.0, "give up when the engine makes no step for so long")
-    heartbeat_seconds: float = setting(15.0, "seconds between signs of life in the output folder")
+    max_error_rate: float = setting(0.5, "stop when a larger share of the rows fails; 1: never", identity=False)
+    min_rows: int = setting(100, "rows that must be finished before the share counts", identity=False)
+    drain_seconds: float = setting(20.0, "time to finish rows in flight after a signal to stop", identity=False)
+    stall_seconds: float = setting(900.0, "give up when the engine makes no step for so long", identity=False)
+    heartbeat_seconds: float = setting(15.0, "seconds between signs of life in the output folder", identity=False)
 
     def __post_init__(self) -> None:
         _range("run.max_error_rate", self.max_error_rate, 0, 1)
@@ -274,8 +288,8 @@ class RunConfig:
 class ReportConfig:
     """Progress and metrics."""
 
-    interval: float = setting(30.0, "seconds between progress lines when stderr is not a terminal")
-    metrics: bool = setting(True, "write per-row and per-step metrics as Parquet")
+    interval: float = setting(30.0, "seconds between progress lines when stderr is not a terminal", identity=False)
+    metrics: bool = setting(True, "write per-row and per-step metrics as Parquet", identity=False)
 
     def __post_init__(self) -> None:
         _range("report.interval", self.interval, 0.1)
@@ -285,9 +299,9 @@ class ReportConfig:
 class Config:
     """A whole job."""
 
-    mode: str = setting("run", "run, plan or preview")
-    preview_rows: int = setting(3, "rows shown by mode=preview")
-    offline: bool = setting(False, "never ask the model hub; fail at once if a file is not local")
+    mode: str = setting("run", "run, plan or preview", identity=False)
+    preview_rows: int = setting(3, "rows shown by mode=preview", identity=False)
+    offline: bool = setting(False, "never ask the model hub; fail at once if a file is not local", identity=False)
     job: JobConfig = field(default_factory=JobConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
