@@ -16,7 +16,7 @@ from batchrun import __version__
 from batchrun.config import OutputConfig
 from batchrun.data.formats.base import ROW_NUMBER
 from batchrun.data.plan import Chunk
-from batchrun.data.schemas import column_list
+from batchrun.data.schemas import column_list, conform
 from batchrun.data.values import clean_text
 from batchrun.errors import InputError
 
@@ -72,8 +72,7 @@ class OutputSchema:
         self.carried = [*self.kept, ROW_NUMBER] if numbered else self.kept
         self.names = {key: config.prefix + (config.completion if key == COMPLETION else key) for key in RESULT_TYPES}
         _check_names(config, list(self.names.values()), self.kept)
-        fields = [input_schema.field(name) for name in self.kept]
-        _check_storable(fields)
+        fields = [_storable(input_schema.field(name)) for name in self.kept]
         added = [pa.field(self.names[key], type) for key, type in RESULT_TYPES.items()]
         metadata = _with_features(input_schema.metadata or {}, self.kept, added)
         self.schema = pa.schema([*fields, *added], metadata)
@@ -125,9 +124,8 @@ def footer(fingerprint: str, chunk: Chunk, source_name: str) -> dict[bytes, byte
 
 def _carried(batches: pa.Table | Sequence[pa.RecordBatch], schema: pa.Schema) -> pa.Table:
     if isinstance(batches, pa.Table):
-        return batches.select(schema.names)
-    selected = [batch.select(schema.names).replace_schema_metadata(None) for batch in batches]
-    return pa.Table.from_batches(selected, schema=schema)
+        return batches.select(schema.names).cast(schema)
+    return pa.Table.from_batches([conform(batch, schema) for batch in batches], schema=schema)
 
 
 def _result_values(results: Sequence[RowResult]) -> dict[str, Any]:
@@ -168,22 +166,22 @@ def _check_names(config: OutputConfig, added: list[str], kept: list[str]) -> Non
         )
 
 
-def _check_storable(fields: Sequence[pa.Field]) -> None:
-    for field in fields:
-        sink = io.BytesIO()
-        try:
-            pq.write_table(pa.schema([field]).empty_table(), sink)
-            found = pq.read_schema(sink).field(0).type
-        except pa.ArrowException as error:
-            raise InputError(
-                f"column {field.name} of type {field.type} cannot be written as Parquet ({error}): "
-                "leave it out with output.columns"
-            ) from error
-        if found != field.type:
-            raise InputError(
-                f"column {field.name} of type {field.type} would come back from Parquet as {found}: "
-                "leave it out with output.columns"
-            )
+def _storable(field: pa.Field) -> pa.Field:
+    """The column with the type that comes back from Parquet: seconds come as milliseconds, for one.
+
+    Raises InputError where Parquet has no type that holds the values.
+    """
+    sink = io.BytesIO()
+    try:
+        pq.write_table(pa.schema([field]).empty_table(), sink)
+        found = field.with_type(pq.read_schema(sink).field(0).type)
+        pa.schema([field]).empty_table().cast(pa.schema([found]))
+    except pa.ArrowException as error:
+        raise InputError(
+            f"column {field.name} of type {field.type} cannot be written as Parquet ({error}): "
+            "leave it out with output.columns"
+        ) from error
+    return field if found.type == field.type else found
 
 
 def _with_features(metadata: dict[bytes, bytes], kept: list[str], added: list[pa.Field]) -> dict[bytes, bytes]:

@@ -21,9 +21,10 @@ def unify(paths: Sequence[str], schemas: Sequence[pa.Schema], mode: str, columns
 
     strict: the same names and types in each. intersect: the names that all have, with the same types. union: the
     names that any has, with a type that holds the values of all. Columns are matched by name; their order may differ.
-    Metadata is the first file's, with the Hugging Face features of all. Raises InputError naming files and columns.
+    Views become plain text, bytes and lists: Arrow cannot take single rows of views. Metadata is the first file's,
+    with the Hugging Face features of all. Raises InputError naming files and columns.
     """
-    distinct = _distinct(paths, schemas)
+    distinct = [(path, _plain_schema(schema)) for path, schema in _distinct(paths, schemas)]
     for path, schema in distinct:
         _check_names(path, schema, columns)
         if mode == "strict":
@@ -68,6 +69,32 @@ def _distinct(paths: Sequence[str], schemas: Sequence[pa.Schema]) -> list[tuple[
         features = (schema.metadata or {}).get(FEATURES)
         found.setdefault((key, features), (path, schema))
     return list(found.values())
+
+
+def _plain_schema(schema: pa.Schema) -> pa.Schema:
+    return pa.schema([field.with_type(plain_type(field.type)) for field in schema], schema.metadata)
+
+
+def plain_type(type: pa.DataType) -> pa.DataType:
+    """The type without views, at any depth."""
+    types = pa.types
+    if types.is_string_view(type):
+        return pa.string()
+    if types.is_binary_view(type):
+        return pa.binary()
+    if types.is_struct(type):
+        return pa.struct([field.with_type(plain_type(field.type)) for field in type])
+    if types.is_map(type):
+        return pa.map_(
+            type.key_field.with_type(plain_type(type.key_type)), type.item_field.with_type(plain_type(type.item_type))
+        )
+    inner = type.value_field.with_type(plain_type(type.value_type)) if hasattr(type, "value_field") else None
+    if inner is None:
+        return type
+    if types.is_fixed_size_list(type):
+        return pa.list_(inner, type.list_size)
+    large = types.is_large_list(type) or types.is_large_list_view(type)
+    return pa.large_list(inner) if large else pa.list_(inner)
 
 
 def _check_names(path: str, schema: pa.Schema, columns: Sequence[str] | None) -> None:

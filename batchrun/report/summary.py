@@ -9,6 +9,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from batchrun.data.outputs import OutputSchema
+from batchrun.data.values import to_python
 from batchrun.output import Output
 from batchrun.report.metrics import Metrics
 
@@ -55,7 +56,8 @@ def _first_rows(part: Path, schema: OutputSchema) -> list[str]:
         cells = (_cut(" ".join(str(value).split()), each) for value in values)
         return f"{label!s:>3}  " + " | ".join(f"{cell:<{each}}" for cell in cells).rstrip()
 
-    rows = [line(number, row.values()) for number, row in enumerate(batch.select(shown).to_pylist())]
+    values = zip(*(to_python(batch.column(name)) for name in shown), strict=True)
+    rows = [line(number, row) for number, row in enumerate(values)]
     return [line("", shown), *rows, ""]
 
 
