@@ -14,12 +14,13 @@ from typing import Any
 
 from batchrun.errors import ConfigError
 
-MODES = ("run", "plan", "preview")
+MODES = ("run", "plan", "preview", "bench")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION = ("auto", "torch", "cpu")
 INPUT_FORMATS = ("auto", "parquet", "jsonl", "csv", "arrow", "hf", "openai")
 SCHEMA_MODES = ("strict", "intersect", "union")
 PROMPT_KINDS = ("chat", "completion")
+BENCH_KINDS = ("engines", "scheduler", "article")
 COMPRESSION = ("zstd", "snappy", "gzip", "lz4", "none")
 
 
@@ -296,10 +297,61 @@ class ReportConfig:
 
 
 @dataclass
+class BenchConfig:
+    """What `mode=bench` measures: see docs/performance.md."""
+
+    kind: str = setting(
+        "engines", "engines: side by side; scheduler: host time of a step; article: one claim a line", identity=False
+    )
+    engines: Any = setting(
+        "auto",
+        "engines, each with settings as in transformers:batch=8:sort=false; auto: ours and all that are found",
+        identity=False,
+    )
+    workloads: Any = setting(
+        ["annotate", "generate", "summarise", "single"],
+        "fixed workloads; input.path adds one of your own rows",
+        identity=False,
+    )
+    rounds: int = setting(3, "times that each engine runs a workload, in turn with the others", identity=False)
+    rows: int | None = setting(None, "first rows of each workload; default: all (scheduler: 100,000)", identity=False)
+    python: dict[str, str] = setting(
+        {}, "interpreters that have an engine, as in bench.python.vllm=/venv/bin/python", identity=False
+    )
+    models: dict[str, str] = setting(
+        {},
+        "the model in an engine's own format, as in bench.models.openvino=FOLDER or bench.models.llama_cpp=FILE",
+        identity=False,
+    )
+    kv_cache_gib: float = setting(
+        4.0, "KV cache of each engine in GiB, where engine.kv_cache_gib is not set", identity=False
+    )
+    limit_seconds: float = setting(
+        1800.0, "an engine that takes longer to load, or for one round, is given up", identity=False
+    )
+    running: int = setting(256, "scheduler: rows that run", identity=False)
+    waiting: list[int] = setting(
+        [1_000, 100_000, 1_000_000], "scheduler: rows that wait, one measurement each", identity=False
+    )
+    steps: int = setting(1000, "scheduler: steps of one measurement", identity=False)
+
+    def __post_init__(self) -> None:
+        _choice("bench.kind", self.kind, BENCH_KINDS)
+        for key in ("rounds", "rows", "running", "steps"):
+            _range(f"bench.{key}", getattr(self, key), 1)
+        for count in self.waiting:
+            _range("bench.waiting", count, 0)
+        _range("bench.kv_cache_gib", self.kv_cache_gib, 0.01)
+        _range("bench.limit_seconds", self.limit_seconds, 1)
+        self.engines = _strings("bench.engines", self.engines)
+        self.workloads = _strings("bench.workloads", self.workloads)
+
+
+@dataclass
 class Config:
     """A whole job."""
 
-    mode: str = setting("run", "run, plan or preview", identity=False)
+    mode: str = setting("run", "run, plan, preview or bench", identity=False)
     preview_rows: int = setting(3, "rows shown by mode=preview", identity=False)
     offline: bool = setting(False, "never ask the model hub; fail at once if a file is not local", identity=False)
     job: JobConfig = field(default_factory=JobConfig)
@@ -312,6 +364,7 @@ class Config:
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     run: RunConfig = field(default_factory=RunConfig)
     report: ReportConfig = field(default_factory=ReportConfig)
+    bench: BenchConfig = field(default_factory=BenchConfig)
 
     def __post_init__(self) -> None:
         _choice("mode", self.mode, MODES)

@@ -75,7 +75,7 @@ def paged_logits(
         left = np.array([slots.num_tokens[slot] - slots.num_computed[slot] for slot in rows])
         active = np.array(rows)[left > 0]
         batch = make_batch(slots, active, np.minimum(left[left > 0], chunk))
-        logits = model.forward(batch)
+        logits = model.forward(batch).float()
         slots.num_computed[batch.slots] = batch.seq_lens
         last.update(zip(batch.slots[batch.sampled].tolist(), logits, strict=True))
     model.backend = None

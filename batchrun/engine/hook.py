@@ -76,6 +76,15 @@ def paged_attention(
     return context.attend(call, q, k, v, module)[None], None
 
 
+def attend(call: LayerCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The same for a layer of our own: q [T, Hq, Dk], k [T, Hkv, Dk], v [T, Hkv, Dv] -> [T, Hq, Dv]."""
+    context = _context
+    if context is None:
+        raise RuntimeError("a fused layer was called outside of a batchrun forward pass")
+    context.calls += 1
+    return context.attend(call, q, k, v, None)
+
+
 def _layer_window(module: torch.nn.Module) -> int | None:
     """The window of a layer whose model passes none. A passed None means full attention and is kept:
     some models hold a window attribute on their full-attention layers too."""

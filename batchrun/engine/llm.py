@@ -15,6 +15,7 @@ from batchrun.engine.attention.registry import attention_backend
 from batchrun.engine.checkpoint import Checkpoint, eos_token_ids, load_tokenizer, open_checkpoint
 from batchrun.engine.engine import Engine
 from batchrun.engine.kv_cache import BlockPool
+from batchrun.engine.layers import fuse_model
 from batchrun.engine.memory import num_kv_blocks
 from batchrun.engine.model import choose_device, choose_dtype, load_model
 from batchrun.engine.params import Completion, Request, SamplingParams
@@ -83,6 +84,8 @@ def load_engine(checkpoint: Checkpoint, tokenizer: Any, config: EngineConfig) ->
     model = load_model(checkpoint, device, choose_dtype(checkpoint.model.dtype, checkpoint, device))
     backend = attention_backend(config.attention, device)
     check_model(model, backend)
+    if config.fused_layers:
+        fuse_model(model)
     max_model_len = checkpoint.max_model_len
     blocks = num_kv_blocks(config, model.bytes_per_token(), max_model_len, device)
     model.backend = backend(model.layers, blocks, config.block_size, model.dtype, device)

@@ -37,14 +37,15 @@ class PagedModel:
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Compute a step: KV to the pages, and float32 logits [K, vocabulary] of the rows that sample."""
+        """Compute a step: KV to the pages, and logits [K, vocabulary], in the model's type, of the rows that sample."""
         backend = self.backend
         assert backend is not None
         backend.begin(batch)
         with hook.forward_context(lambda call, q, k, v, _: backend.attend(call, q, k, v)):
-            return self._run(batch.token_ids, batch.positions, batch.logits_index).float()
+            return self.run(batch.token_ids, batch.positions, batch.logits_index)
 
-    def _run(self, token_ids: Any, positions: Any, logits_index: Any) -> torch.Tensor:
+    def run(self, token_ids: Any, positions: Any, logits_index: Any) -> torch.Tensor:
+        """Logits [K, vocabulary] at places [K] of the flattened tokens [T], inside of a forward context."""
         ids, places, index = (torch.as_tensor(x, device=self.device) for x in (token_ids, positions, logits_index))
         # An index tensor, never an int: with an int some models drop tokens inside their layers.
         keep = {"logits_to_keep": index} if self._keeps_logits else {}
@@ -72,7 +73,7 @@ class PagedModel:
         tokens = torch.arange(4)
         config = self.module.config
         with hook.forward_context(attend) as context:
-            self._run(tokens, tokens, tokens[-1:])
+            self.run(tokens, tokens, tokens[-1:])
         count = config.get_text_config(decoder=True).num_hidden_layers
         if context.calls != count:
             raise UnsupportedModel(

@@ -24,17 +24,19 @@ def sample(
     seeds: np.ndarray,
     positions: np.ndarray,
 ) -> np.ndarray:
-    """float32 logits [K, V] and one value per row of each parameter ([K]) -> int64 token ids [K].
+    """logits [K, V] of any float type and one value per row of each parameter ([K]) -> int64 token ids [K].
 
     Rows with temperature 0 take the most likely token and cost nothing more.
     """
-    tokens = logits.argmax(dim=-1)
+    # In float32 even for half-precision logits, whose argmax torch computes at a tenth of the speed.
+    tokens = logits.float().argmax(dim=-1)
     rows = np.flatnonzero(temperature > 0)
     if len(rows):
         index = torch.from_numpy(rows).to(logits.device)
-        heat = torch.from_numpy(temperature[rows]).to(logits).clamp_min(TINY)
+        chosen = logits[index].float()
+        heat = torch.from_numpy(temperature[rows]).to(chosen).clamp_min(TINY)
         # Below zero a division by the smallest temperature overflows to -inf, which is a probability of 0.
-        scaled = (logits[index] - logits[index].amax(dim=-1, keepdim=True)) / heat[:, None]
+        scaled = (chosen - chosen.amax(dim=-1, keepdim=True)) / heat[:, None]
         scaled = _keep_top_k(scaled, top_k[rows])
         scaled = _keep_top_p(scaled, top_p[rows])
         tokens[index] = (scaled.double() + gumbel_noise(seeds[rows], positions[rows], scaled)).argmax(dim=-1)

@@ -29,6 +29,8 @@ MODES: dict[str, dict[str, Any]] = {
     "no prefix caching": {"prefix_caching": False},
     "blocks of 4": {"block_size": 4},
     "blocks of 64": {"block_size": 64},
+    "torch attention, original layers": {"attention": "torch", "fused_layers": False},
+    "torch attention, fused layers": {"attention": "torch"},
 }
 
 Reference = Callable[[str], list[list[int]]]

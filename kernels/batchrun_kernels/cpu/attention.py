@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from batchrun_kernels.cpu.scalar import LN2, LOG2E, NEGATIVE, exp2, narrow, widen
-from batchrun_kernels.cpu.vector import add_weighted_rows, dot_rows, larger
+from batchrun_kernels.cpu.scalar import LN2, LOG2E, NEGATIVE, exp2, larger, narrow, widen
+from batchrun_kernels.cpu.vector import add_weighted_rows, dot_rows
 
 Array = np.ndarray
 
 
-@njit(nogil=True, cache=True, fastmath=True)
+@njit(nogil=True, cache=True, fastmath=True, error_model="numpy")
 def write_pages(k: Array, v: Array, k_pages: Array, v_pages: Array, slot_mapping: Array) -> None:
     """Put k [T, Hkv, Dk] and v [T, Hkv, Dv] (element type of the pages) at slots [T] = block * block size + offset."""
     size = v_pages.shape[2]
@@ -49,7 +49,7 @@ def paged_decode(group: int, key_dim: int, value_dim: int) -> Any:
     dot = dot_rows(group, key_dim)
     add_weighted = add_weighted_rows(group, value_dim)
 
-    @njit(nogil=True, cache=True, fastmath=True)
+    @njit(nogil=True, cache=True, fastmath=True, error_model="numpy")
     def kernel(q, k_pages, v_pages, block_tables, first, last, scale, softcap, out, lse, start, stop):
         kv_heads, size = k_pages.shape[1], k_pages.shape[2]
         queries = np.empty((kv_heads, group, key_dim), dtype=np.float32)
@@ -92,14 +92,14 @@ def paged_decode(group: int, key_dim: int, value_dim: int) -> Any:
     return kernel
 
 
-@njit(nogil=True, cache=True, fastmath=True)
+@njit(nogil=True, cache=True, fastmath=True, error_model="numpy")
 def cap_scores(row: Array, softcap: float) -> None:
     """softcap * tanh(score / softcap), in place."""
     for j in range(row.shape[0]):
         row[j] = np.float32(softcap) * np.float32(math.tanh(row[j] / np.float32(softcap)))
 
 
-@njit(nogil=True, cache=True, fastmath=True)
+@njit(nogil=True, cache=True, fastmath=True, error_model="numpy")
 def exponentials(row: Array, floor: Any) -> Any:
     """Natural scores to exp(score - top) in place, top in units of log2: (top, sum). `top` is at least `floor`."""
     top = floor
@@ -115,13 +115,13 @@ def exponentials(row: Array, floor: Any) -> Any:
     return top, total
 
 
-@njit(nogil=True, cache=True, fastmath=True)
+@njit(nogil=True, cache=True, fastmath=True, error_model="numpy")
 def log_sum(top: Any, total: Any) -> Any:
     """Natural log of total * 2**top; NEGATIVE for an empty sum."""
     return (top + np.float32(np.log2(total))) * LN2 if total > 0 else NEGATIVE
 
 
-@njit(nogil=True, cache=True, fastmath=True)
+@njit(nogil=True, cache=True, fastmath=True, error_model="numpy")
 def softmax_rows(scores: Array, low: Array, high: Array, scale: float, softcap: float, group: int, lse: Array) -> None:
     """Scores [H, M * group, L] to weights in place: row m * group + g sees keys [low[m], high[m]), others get 0.
 
@@ -150,7 +150,7 @@ def softmax_rows(scores: Array, low: Array, high: Array, scale: float, softcap: 
             lse[h, i] = log_sum(top, total)
 
 
-@njit(nogil=True, cache=True, fastmath=True)
+@njit(nogil=True, cache=True, fastmath=True, error_model="numpy")
 def merge_part(part: Array, part_lse: Array, tokens: Array, out: Array, lse: Array) -> None:
     """Merge part [Hkv, M * G, Dv], part_lse [Hkv, M * G] into out float32 [T, Hq, Dv], lse [T, Hq] at tokens [M]."""
     group = part.shape[1] // tokens.shape[0]
@@ -166,7 +166,7 @@ def merge_part(part: Array, part_lse: Array, tokens: Array, out: Array, lse: Arr
             lse[t, head] = top + np.float32(np.log2(a + b)) * LN2
 
 
-@njit(nogil=True, cache=True, fastmath=True)
+@njit(nogil=True, cache=True, fastmath=True, error_model="numpy")
 def finish(out: Array, lse: Array, sinks: Array, result: Array) -> None:
     """Round out float32 [T, Hq, Dv] into result (elements); sinks float32 [Hq] join the softmax, [0] is none."""
     for t in range(out.shape[0]):

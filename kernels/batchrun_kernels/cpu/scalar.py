@@ -68,14 +68,26 @@ def from_bits(context: Any, bits: Any) -> Any:
     return types.float32(types.int32), generate
 
 
-@njit(inline="always", fastmath=True)
+@intrinsic
+def larger(context: Any, a: Any, b: Any) -> Any:
+    """max of two float32 that are not NaN, in the form that LLVM vectorises as a reduction."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        single = ir.FloatType()
+        maximum = builder.module.declare_intrinsic("llvm.maxnum", [single], ir.FunctionType(single, [single, single]))
+        return builder.call(maximum, arguments, fastmath=("nnan", "nsz"))
+
+    return types.float32(types.float32, types.float32), generate
+
+
+@njit(inline="always", fastmath=True, error_model="numpy")
 def exp2(x: Any) -> Any:
-    """2**x in float32 for x <= 0, to about 2e-7 relative; 0 below the smallest normal number.
+    """2**x in float32 for x below 127, to about 2e-7 relative; 0 below the smallest normal number.
 
     The fraction goes through a polynomial fitted to 2**f on [-1/2, 1/2], the integer into the exponent bits:
     a call to libm would keep the loop from being vectorised.
     """
-    x = max(np.float32(x), LOWEST_EXPONENT - np.float32(1.0))
+    x = larger(np.float32(x), LOWEST_EXPONENT - np.float32(1.0))
     whole = np.float32(np.floor(x + np.float32(0.5)))
     f = x - whole
     p = np.float32(1.5403530e-4)

@@ -106,17 +106,6 @@ def add_weighted_rows(group: int, dim: int) -> Any:
     return add_weighted_rows
 
 
-@intrinsic
-def larger(context: Any, a: Any, b: Any) -> Any:
-    """max of two float32 that are not NaN, in the form that LLVM vectorises as a reduction."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        maximum = builder.module.declare_intrinsic("llvm.maxnum", [FLOAT], ir.FunctionType(FLOAT, [FLOAT, FLOAT]))
-        return builder.call(maximum, arguments, fastmath=("nnan", "nsz"))
-
-    return types.float32(types.float32, types.float32), generate
-
-
 def _chunks(total: int, size: int) -> Iterator[range]:
     return (range(start, min(start + size, total)) for start in range(0, total, size))
 

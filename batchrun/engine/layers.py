@@ -1,0 +1,257 @@
+"""One fused decoder layer in the place of transformers' own, where it is shown to compute the same.
+
+Most decoders are one shape: norm, QKV, RoPE, attention, output, residual, norm, gated MLP, residual, with a few
+switches. A layer whose parts have that shape is rebuilt from its own weights (QKV and gate/up as one product
+each, weights packed, one pass per elementwise part) and takes the original's place only if it gives the
+original's numbers on the same inputs. Every other layer stays as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+
+from batchrun.engine import hook
+from batchrun.engine.attention.base import LayerCall
+from batchrun.engine.linear import PackedHead, PackedLinear
+from batchrun_kernels.cpu.layer import gelu_tanh_and_mul, rms_norm, rotate, silu_and_mul
+from batchrun_kernels.cpu.scalar import elements
+
+log = logging.getLogger(__name__)
+
+ROWS = 256  # tokens at once between attention calls: their activations stay in the cache of a core
+PROBE_TOKENS = 11
+# Relative error of what the layer adds to its input. In half precision the original rounds between its parts.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
+ACTIVATIONS: dict[str, Callable[[np.ndarray, np.ndarray], None]] = {
+    "silu": silu_and_mul,
+    "gelu_pytorch_tanh": gelu_tanh_and_mul,
+}
+
+
+class Norm:
+    """RMS norm with the original's weight; `offset` 1 is Gemma's 1 + w."""
+
+    def __init__(self, module: Any, offset: float) -> None:
+        self.weight = (module.weight.detach().float() + offset).numpy()
+        self.eps = float(getattr(module, "variance_epsilon", None) or getattr(module, "eps", None) or 1e-6)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        rms_norm(elements(x), self.weight, self.eps, elements(out))
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Switches:
+    """What cannot be read off a layer's parts and is found by trying."""
+
+    norm_offset: float
+    rotates: bool
+
+
+class FusedLayer(torch.nn.Module):
+    """Takes and returns what a transformers decoder layer does: hidden states [1, T, H]."""
+
+    def __init__(self, layer: Any, call: LayerCall, switches: Switches) -> None:
+        super().__init__()
+        attention, mlp = layer.self_attn, layer.mlp
+        self.call = call
+        self.rotates = switches.rotates
+        if hasattr(layer, "attention_type"):
+            self.attention_type = layer.attention_type
+        self.qkv = PackedLinear(_parts(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj")))
+        self.output = PackedLinear([attention.o_proj])
+        self.head_dim = int(attention.head_dim)
+        self.heads = self.output.in_features // self.head_dim
+        self.kv_heads = (self.qkv.out_features // self.head_dim - self.heads) // 2
+        self.head_norms, self.head_eps = self._head_norms(attention, switches.norm_offset)
+        self.norms = {
+            name: Norm(getattr(layer, name), switches.norm_offset) for name in NORM_NAMES if hasattr(layer, name)
+        }
+        self.gate_up = PackedLinear(_parts(mlp, "gate_up_proj", ("gate_proj", "up_proj")))
+        self.down = PackedLinear([mlp.down_proj])
+        self.activation = ACTIVATIONS[_activation_name(mlp)]
+
+    def forward(self, hidden_states: torch.Tensor, position_embeddings: Any = None, **_: Any) -> torch.Tensor:
+        x = hidden_states[0]
+        norms, post = self.norms, "pre_feedforward_layernorm" in self.norms
+        mixed = self._attend(x, position_embeddings)
+        out = torch.empty_like(x)
+        for rows in _row_chunks(len(x)):
+            if post:
+                h = x[rows] + norms["post_attention_layernorm"](self.output(mixed[rows]))
+                out[rows] = h + norms["post_feedforward_layernorm"](self._mlp(norms["pre_feedforward_layernorm"](h)))
+            else:
+                h = self.output(mixed[rows], add=x[rows])
+                out[rows] = self._mlp(norms["post_attention_layernorm"](h), add=h)
+        return out[None]
+
+    def _attend(self, x: torch.Tensor, position_embeddings: Any) -> torch.Tensor:
+        """Attention over [T, H] before its output product: [T, heads * head_dim]."""
+        qkv = x.new_empty(len(x), self.qkv.out_features)
+        for rows in _row_chunks(len(x)):
+            qkv[rows] = self.qkv(self.norms["input_layernorm"](x[rows]))
+        heads = qkv.view(len(x), -1, self.head_dim)
+        q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        if self.rotates:
+            cos, sin = (elements(part[0]) for part in position_embeddings)
+            turning = heads[:, : self.heads + self.kv_heads]
+            rotate(elements(turning), cos, sin, self.head_norms, self.head_eps)
+        return hook.attend(self.call, q, k, v).reshape(len(x), -1)
+
+    def _mlp(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
+        gated = self.gate_up(x)
+        inner = x.new_empty(len(x), self.down.in_features)
+        self.activation(elements(gated), elements(inner))
+        return self.down(inner, add)
+
+    def _head_norms(self, attention: Any, offset: float) -> tuple[np.ndarray, float]:
+        """Weights of q_norm and k_norm per head, [heads + kv heads, head_dim]; [0, 0] if there are none."""
+        if not hasattr(attention, "q_norm"):
+            return np.empty((0, 0), dtype=np.float32), 0.0
+        q, k = Norm(attention.q_norm, offset), Norm(attention.k_norm, offset)
+        rows = [q.weight] * self.heads + [k.weight] * self.kv_heads
+        return np.stack(rows), q.eps
+
+
+NORM_NAMES = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+
+
+@dataclass(slots=True)
+class Seen:
+    """What one layer of the original took and gave in a dry forward."""
+
+    hidden_states: torch.Tensor
+    keywords: dict[str, Any]
+    output: Any
+    call: LayerCall
+
+
+def fuse_model(model: Any) -> int:
+    """Put fused layers and a packed LM head into a PagedModel on the CPU; returns how many layers were replaced."""
+    if model.device.type != "cpu":
+        return 0
+    layers = _decoder_layers(model.module)
+    # A layer that reads another's KV gets it from the original of that layer.
+    if layers is None or any(geometry.source is not None for geometry in model.layers):
+        return 0
+    seen = _watch(model, layers)
+    replaced = 0
+    for i, layer in enumerate(layers):
+        fused = fuse_layer(layer, seen[i], model.dtype) if i in seen else None
+        if fused is not None:
+            layers[i] = fused
+            replaced += 1
+    head = getattr(model.module, "lm_head", None)
+    if type(head) is torch.nn.Linear:
+        model.module.lm_head = PackedHead([head])
+    log.info("%d of %d layers are fused", replaced, len(layers))
+    return replaced
+
+
+@torch.inference_mode()
+def fuse_layer(layer: Any, seen: Seen, dtype: torch.dtype) -> FusedLayer | None:
+    """The fused form of a layer, or None if it has another shape or gives other numbers."""
+    if not _has_known_parts(layer) or not isinstance(seen.output, torch.Tensor):
+        return None
+    change = (seen.output - seen.hidden_states).float().norm()
+    for offset, rotates in product((0.0, 1.0), (True, False)):
+        try:
+            fused = FusedLayer(layer, seen.call, Switches(offset, rotates))
+            with hook.forward_context(_plain_attention):
+                output = fused(seen.hidden_states, **seen.keywords)
+        except (AttributeError, RuntimeError, ValueError, TypeError, KeyError):
+            return None
+        if (output - seen.output).float().norm() <= TOLERANCE[dtype] * change:
+            return fused
+    return None
+
+
+def _parts(module: Any, merged: str, single: tuple[str, ...]) -> list[Any]:
+    """A product that some families store merged and others in parts."""
+    return [getattr(module, merged)] if hasattr(module, merged) else [getattr(module, name) for name in single]
+
+
+def _has_known_parts(layer: Any) -> bool:
+    attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+    if attention is None or mlp is None or not hasattr(attention, "head_dim"):
+        return False
+    known = {"self_attn", "mlp", *NORM_NAMES}
+    linears = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "q_norm", "k_norm")
+    gated = ("gate_proj", "up_proj", "gate_up_proj", "down_proj", "act_fn", "activation_fn")
+    return (
+        _busy_children(layer) <= known
+        and _busy_children(attention) <= set(linears)
+        and _busy_children(mlp) <= set(gated)
+        and _activation_name(mlp) in ACTIVATIONS
+    )
+
+
+def _busy_children(module: Any) -> set[str]:
+    """Names of the children that compute something: dropout at inference and Identity do not."""
+    idle = (torch.nn.Dropout, torch.nn.Identity)
+    return {name for name, child in module.named_children() if not isinstance(child, idle)}
+
+
+def _activation_name(mlp: Any) -> str:
+    function = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
+    names = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu_pytorch_tanh"}
+    return names.get(type(function).__name__, "")
+
+
+def _decoder_layers(module: Any) -> Any:
+    """The list of decoder layers, the one with as many entries as the config says."""
+    count = module.config.get_text_config(decoder=True).num_hidden_layers
+    lists = [m for m in module.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count]
+    return lists[0] if lists else None
+
+
+@torch.inference_mode()
+def _watch(model: Any, layers: Any) -> dict[int, Seen]:
+    """Run the original on a few tokens and note what goes in and out of each layer."""
+    seen: dict[int, Seen] = {}
+    calls: list[LayerCall] = []
+
+    def note(index: int) -> Callable[..., None]:
+        def after(layer: Any, arguments: Any, keywords: Any, output: Any) -> None:
+            if len(arguments) == 1 and len(calls) == index + 1:
+                seen[index] = Seen(arguments[0].clone(), dict(keywords), output, calls[index])
+
+        return after
+
+    def attend(call: LayerCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, module: Any) -> torch.Tensor:
+        calls.append(call)
+        return _plain_attention(call, q, k, v, module)
+
+    handles = [layer.register_forward_hook(note(i), with_kwargs=True) for i, layer in enumerate(layers)]
+    try:
+        tokens = torch.arange(PROBE_TOKENS) * 7 % model.vocab_size
+        with hook.forward_context(attend):
+            model.run(tokens, torch.arange(PROBE_TOKENS), torch.tensor([PROBE_TOKENS - 1]))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+def _plain_attention(call: LayerCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Any) -> torch.Tensor:
+    """Causal attention of one row over its own keys, whatever the call's other settings: both sides get the same."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+def _row_chunks(rows: int) -> Iterator[slice]:
+    return (slice(start, min(start + ROWS, rows)) for start in range(0, rows, ROWS))
