@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -45,12 +44,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[FakeEngine]:
 def test_json_lines_with_broken_ones_lose_no_row(tiny: Path, tmp_path: Path, fake: list[FakeEngine]) -> None:
     lines: list[Any] = [{"id": i, "text": text} for i, text in enumerate(words(100))]
     lines[10], lines[50], lines[99] = "{broken", {"id": "x", "text": "w5"}, {"id": 99, "text": "\udc00 w5"}
-    source = write_lines(tmp_path / "in.jsonl.gz", lines[:50])
-    more = write_lines(tmp_path / "more.jsonl.gz", lines[50:])
-    (tmp_path / "in.jsonl.gz").write_bytes(
-        gzip.compress(gzip.decompress(source.read_bytes()) + gzip.decompress(more.read_bytes()))
-    )
-    more.unlink()
+    source = write_lines(tmp_path / "in.jsonl.gz", lines)
     with pytest.raises(InputError, match=r"line 51: column id has values of different types: integer and text"):
         runner.run(job(tiny, source, tmp_path / "out", output__chunk_rows=16))
     config = job(tiny, source, tmp_path / "out", output__chunk_rows=16, input__types={"id": "int64"})
@@ -177,10 +171,9 @@ def test_a_column_with_parameters_needs_no_batch_file(tiny: Path, tmp_path: Path
     assert [row["completion_tokens"] for row in rows] == [2, 6, 0, 6]
     assert rows[2]["error_type"] == "invalid_row"
     assert "sampling.max_tokens=-1" in rows[2]["error"]
+    other = write_lines(tmp_path / "b.jsonl", [{"id": 1, "text": "x"}])
     with pytest.raises(InputError, match=r"prompt\.params=id"):
-        runner.run(
-            job(tiny, write_lines(tmp_path / "b.jsonl", [{"id": 1, "text": "x"}]), tmp_path / "o", prompt__params="id")
-        )
+        runner.run(job(tiny, other, tmp_path / "other", prompt__params="id"))
 
 
 def test_words_of_the_command_line(tmp_path: Path) -> None:
