@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from batchrun.config import Config
+from batchrun.data.manifest import fingerprint
 from batchrun.data.outputs import OutputSchema
-from batchrun.data.plan import Chunk, fingerprint
+from batchrun.data.plan import Chunk
 from batchrun.data.prompts import Prompt
 from batchrun.engine.checkpoint import Checkpoint
 from batchrun.engine.memory import KvShape, kv_budget

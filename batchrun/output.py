@@ -17,8 +17,9 @@ from batchrun.data.buffer import ChunkBuffer
 from batchrun.data.claim import Claim
 from batchrun.data.journal import Journal
 from batchrun.data.ledger import Ledger
+from batchrun.data.manifest import build_manifest, check_manifest, read_manifest, write_manifest
 from batchrun.data.outputs import OutputSchema
-from batchrun.data.plan import Chunk, build_manifest, check_manifest, read_manifest, write_manifest
+from batchrun.data.plan import Chunk
 from batchrun.data.store import Store
 from batchrun.engine.model import choose_device
 from batchrun.job import Job, versions
