@@ -16,24 +16,30 @@ SHOWN_COLUMNS = 50
 FEATURES = b"huggingface"
 
 
-def unify(paths: Sequence[str], schemas: Sequence[pa.Schema], mode: str, columns: Sequence[str] | None) -> pa.Schema:
+def unify(
+    paths: Sequence[str],
+    schemas: Sequence[pa.Schema],
+    mode: str,
+    columns: Sequence[str] | None,
+    key: str = "input.columns",
+) -> pa.Schema:
     """The columns of the input: all, or `columns` in that order, as `mode` joins those of the files.
 
     strict: the same names and types in each. intersect: the names that all have, with the same types. union: the
     names that any has, with a type that holds the values of all. Columns are matched by name; their order may differ.
     Views become plain text, bytes and lists: Arrow cannot take single rows of views. Metadata is the first file's,
-    with the Hugging Face features of all. Raises InputError naming files and columns.
+    with the Hugging Face features of all. Raises InputError naming files and columns, and `key` as what asks for them.
     """
     distinct = [(path, _plain_schema(schema)) for path, schema in _distinct(paths, schemas)]
     for path, schema in distinct:
         _check_names(path, schema, columns)
         if mode == "strict":
-            _check_there(columns, schema, path)
+            _check_there(key, columns, schema, path)
     first_path, first = distinct[0]
     names = _joined_names([schema for _, schema in distinct], mode)
     if columns is not None:
         if mode != "strict":
-            _check_there(columns, pa.schema([(name, pa.null()) for name in names]), f"input.schema={mode}")
+            _check_there(key, columns, pa.schema([(name, pa.null()) for name in names]), f"input.schema={mode}")
         names = list(dict.fromkeys(columns))
     for path, schema in distinct[1:]:
         _check_same(first_path, first, path, schema, mode, names)
@@ -110,10 +116,10 @@ def _check_names(path: str, schema: pa.Schema, columns: Sequence[str] | None) ->
         raise InputError(f"{path} has a column named {taken[0]}, which batchrun keeps for itself: rename it")
 
 
-def _check_there(columns: Sequence[str] | None, schema: pa.Schema, owner: str) -> None:
+def _check_there(key: str, columns: Sequence[str] | None, schema: pa.Schema, owner: str) -> None:
     if missing := [name for name in columns or () if name not in schema.names]:
         raise InputError(
-            f"input.columns names {', '.join(missing)}, which {owner} does not have; "
+            f"{key} names {', '.join(missing)}, which {owner} does not have; "
             f"its columns are {column_list(schema.names)}"
         )
 

@@ -37,6 +37,9 @@ SUFFIXES = {
 }
 SUFFIXES["openai"] = SUFFIXES["jsonl"]
 GUESSED = ("parquet", "jsonl", "csv", "arrow")
+# Looked for in folders when the format is to be guessed. Single .json files beside data are mostly not data.
+SEARCHED = [suffix for format in GUESSED for suffix in SUFFIXES[format] if not suffix.startswith(".json.")]
+SEARCHED.remove(".json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +180,8 @@ def open_source(config: InputConfig, *, offline: bool = False) -> Source:
     schemas = reader.settle(paths, [info.schema for info in infos])
     schema = full = unify(paths, schemas, config.schema, config.columns)
     if filter is not None and config.columns is not None:
-        full = unify(paths, schemas, config.schema, list(dict.fromkeys([*config.columns, *filter.columns])))
+        needed = list(dict.fromkeys([*config.columns, *filter.columns]))
+        full = unify(paths, schemas, config.schema, needed, "input.filter")
     files = [
         InputFile(index, path, name, info.size, info.rows, info.digest)
         for index, (path, name, info) in enumerate(zip(paths, names, infos, strict=True))
@@ -223,8 +227,7 @@ def _find(config: InputConfig, offline: bool) -> tuple[Reader, list[tuple[str, s
     storage = Storage(config.storage_options)
     if config.format == "hf" or (config.format == "auto" and _is_dataset(config.path)):
         return open_dataset(config, storage, offline)
-    suffixes = SUFFIXES.get(config.format) or [suffix for format in GUESSED for suffix in SUFFIXES[format]]
-    paths = find_files(config.path, suffixes, storage)
+    paths = find_files(config.path, SUFFIXES.get(config.format, SEARCHED), storage)
     format = _guess(paths) if config.format == "auto" else config.format
     return _reader(format, config, storage), list(zip(paths, names_of(paths), strict=True))
 

@@ -253,3 +253,30 @@ def test_read_returns_exactly_the_rows_asked_for(
 def test_long_column_lists_are_cut() -> None:
     assert column_list([f"c{number}" for number in range(60)]).endswith("c49 and 10 more")
     assert column_list([]) == "none"
+
+
+def test_formats_are_told_by_endings(tmp_path: Path) -> None:
+    write(tmp_path / "in" / "a.parquet")
+    (tmp_path / "in" / "dataset_infos.json").write_text("{}")
+    (tmp_path / "in" / "README.md").write_text("text")
+    assert names(opened(tmp_path / "in")) == ["a.parquet"]
+    (tmp_path / "in" / "b.csv").write_text("id,text\n1,a\n")
+    with pytest.raises(InputError, match=r"files of several formats \(1 csv, 1 parquet\): set input\.format"):
+        opened(tmp_path / "in")
+    assert names(opened(tmp_path / "in", format="csv")) == ["b.csv"]
+    write(tmp_path / "part-0")
+    with pytest.raises(InputError, match=r"the ending of .*part-0 does not tell its format: set input\.format"):
+        opened(tmp_path / "part-0")
+    assert opened(tmp_path / "part-0", format="parquet").files[0].rows == 3
+
+
+def test_types_are_declared_for_text_only(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=r"input\.types is for jsonl and csv"):
+        opened(tmp_path, types={"id": "string"})
+
+
+def test_a_filter_s_missing_column_is_the_filter_s_mistake(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=r"input\.filter names score, which .*a\.parquet does not have"):
+        opened(tmp_path, columns=["id"], filter="score > 1")

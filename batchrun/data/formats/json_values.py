@@ -130,8 +130,8 @@ def convert(
     for row, value in enumerate(values):
         try:
             checked.append(_checked(value, type))
-        except Mismatch as mismatch:
-            refuse(row, str(mismatch))
+        except (Mismatch, RecursionError) as error:
+            refuse(row, str(error))
             checked.append(None)
     return pa.array(checked, type)
 

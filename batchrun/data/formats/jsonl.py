@@ -68,11 +68,11 @@ class JsonlReader(RecordReader):
     def _merged(self, path: str, line: int, key: str, found: pa.DataType, item: Any) -> pa.DataType:
         try:
             return merge(found, infer_type(item))
-        except Mismatch as mismatch:
+        except (Mismatch, RecursionError) as error:
             raise InputError(
-                f"{path}, line {line}: column {key} has values of different types: {mismatch}. "
+                f"{path}, line {line}: column {key} has values of different types: {error}. "
                 f"Mend the file, or keep the column as text with input.types.{key}=string (or =json)"
-            ) from mismatch
+            ) from error
 
     def settle(self, paths: Sequence[str], schemas: Sequence[pa.Schema]) -> list[pa.Schema]:
         merged: dict[str, pa.DataType] = {}

@@ -110,7 +110,7 @@ class RecordReader(Reader):
                 if place.row > row:
                     _skip(stream, place.offset - offset)
                     row, offset, records = place.row, place.offset, self.records(stream, path, place)
-                first, held, held_bytes = max(start, row), [], 0
+                first, held, held_bytes = start, [], 0
                 for record in records:
                     row, offset = row + 1, record.stop
                     if row <= start:

@@ -14,8 +14,7 @@ from tests.data.formats.inputs import opened, rows_of, write_lines
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.json", "a.jsonl.gz", "a.jsonl.zst", "a.json.gz"])
 def test_rows_come_in_order_whatever_the_ending(tmp_path: Path, name: str) -> None:
-    write_lines(tmp_path / name, [{"id": i, "text": f"row {i} é"} for i in range(3000)])
-    source = opened(tmp_path)
+    source = opened(write_lines(tmp_path / name, [{"id": i, "text": f"row {i} é"} for i in range(3000)]))
     assert source.files[0].rows == 3000
     assert source.schema.types == [pa.int64(), pa.string()]
     assert rows_of(source) == [{"id": i, "text": f"row {i} é", "number": i} for i in range(3000)]
