@@ -98,6 +98,9 @@ class EngineConfig:
     fused_layers: bool = setting(
         True, "rebuild decoder layers with merged products, where they compute the same", identity=False
     )
+    workers: str = setting(
+        "auto", "engine processes: a number, or auto (one per GPU; small models on a CPU: one per core)", identity=False
+    )
     num_threads: int | None = setting(None, "CPU threads; default: all cores given to the process", identity=False)
 
     def __post_init__(self) -> None:
@@ -107,6 +110,8 @@ class EngineConfig:
         _range("engine.max_num_seqs", self.max_num_seqs, 1, 65536)
         _range("engine.max_batched_tokens", self.max_batched_tokens, 1)
         _range("engine.num_threads", self.num_threads, 1)
+        if self.workers != "auto" and not (self.workers.isdecimal() and int(self.workers) >= 1):
+            raise ConfigError(f"engine.workers={self.workers!r} must be auto or a number from 1")
         if self.kv_cache_gib is not None and self.kv_cache_gib <= 0:
             raise ConfigError(f"engine.kv_cache_gib={self.kv_cache_gib} must be above 0")
 

@@ -57,6 +57,7 @@ class Engine:
         # A step must have room for one token of every running row, or prompts could starve.
         self.scheduler = Scheduler(pool, min(max_num_seqs, max_batched_tokens), max_batched_tokens)
         self.last_step: StepStats | None = None
+        self._steps: list[StepStats] = []
         self._sequences: dict[Any, Sequence] = {}
         self._refused: list[Completion] = []
         self._num_added = 0
@@ -118,6 +119,18 @@ class Engine:
         finished = self._collect(batch.slots[batch.sampled], next_tokens)
         self._note_step(batch, time.perf_counter() - started)
         return refused + finished
+
+    def take_steps(self) -> list[StepStats]:
+        """Statistics of the steps since the last call."""
+        steps, self._steps = self._steps, []
+        return steps
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the KV cache is consistent."""
+        self.pool.check_integrity()
+
+    def close(self) -> None:
+        """Nothing to end: the engine lives in this process."""
 
     def _sample(self, batch: Batch, logits: Any) -> np.ndarray:
         slots, rows = self.scheduler.slots, batch.slots[batch.sampled]
@@ -195,16 +208,19 @@ class Engine:
 
     def _note_step(self, batch: Batch, seconds: float) -> None:
         scheduler = self.scheduler
-        self.last_step = StepStats(
-            seconds=seconds,
-            tokens=batch.num_tokens,
-            sampled=len(batch.sampled),
-            running=len(batch.slots),
-            waiting=len(scheduler.waiting),
-            kv_used=1 - self.pool.num_free / self.pool.num_blocks,
-            hit_rate=scheduler.cached_tokens / max(scheduler.prompt_tokens, 1),
-            preemptions=scheduler.num_preemptions,
+        self._steps.append(
+            StepStats(
+                seconds=seconds,
+                tokens=batch.num_tokens,
+                sampled=len(batch.sampled),
+                running=len(batch.slots),
+                waiting=len(scheduler.waiting),
+                kv_used=1 - self.pool.num_free / self.pool.num_blocks,
+                hit_rate=scheduler.cached_tokens / max(scheduler.prompt_tokens, 1),
+                preemptions=scheduler.num_preemptions,
+            )
         )
+        self.last_step = self._steps[-1]
 
     def _sequence(self, slot: int) -> Sequence:
         sequence = self.scheduler.slots.sequences[slot]

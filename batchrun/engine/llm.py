@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -19,6 +19,8 @@ from batchrun.engine.layers import fuse_model
 from batchrun.engine.memory import num_kv_blocks
 from batchrun.engine.model import choose_device, choose_dtype, load_model
 from batchrun.engine.params import Completion, Request, SamplingParams
+from batchrun.engine.pool import EnginePool
+from batchrun.engine.worker import place_workers
 from batchrun.errors import ConfigError
 
 Prompt = str | Sequence[int]
@@ -57,13 +59,21 @@ class LLM:
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Completions as they finish. Takes requests as there is room, so an endless iterable is fine."""
-        source = iter(requests)
-        while True:
-            for request in islice(source, self.engine.room):
-                self.engine.add(request)
-            if not self.engine.has_work():
-                return
-            yield from self.engine.step()
+        source, engine = iter(requests), self.engine
+        flying: set[Hashable] = set()
+        try:
+            while True:
+                for request in islice(source, engine.room):
+                    flying.add(request.key)
+                    engine.add(request)
+                if not engine.has_work():
+                    return
+                for completion in engine.step():
+                    flying.discard(completion.key)
+                    yield completion
+        finally:
+            for key in flying:  # of a caller that stops listening
+                engine.abort(key)
 
     def abort(self, key: Any) -> None:
         """Forget a request that is in the engine and free its memory."""
@@ -73,10 +83,25 @@ class LLM:
         return self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
 
 
-def load_engine(checkpoint: Checkpoint, tokenizer: Any, config: EngineConfig) -> Engine:
+def load_engine(
+    checkpoint: Checkpoint, tokenizer: Any, config: EngineConfig, rows: int | None = None
+) -> Engine | EnginePool:
+    """The engine of this process, or a pool of engine processes if that is faster for a job of `rows` rows.
+
+    Without `rows` a pool is made only if `engine.workers` says so: a process that starts others must be able to
+    be imported again, which a script or notebook need not be. Raises what `load_single` does.
+    """
+    placements = place_workers(checkpoint, config, rows)
+    if len(placements) > 1:
+        return EnginePool(checkpoint, config, placements)
+    return load_single(checkpoint, tokenizer, config)
+
+
+def load_single(checkpoint: Checkpoint, tokenizer: Any, config: EngineConfig, sharers: int = 1) -> Engine:
     """Load the weights, check that the paged attention serves them, and make room for the KV cache.
 
-    Raises UnsupportedModel for a family that the check refuses, ConfigError for memory that is not there.
+    `sharers` processes divide the memory between them. Raises UnsupportedModel for a family that the check
+    refuses, ConfigError for memory that is not there.
     """
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
@@ -87,7 +112,7 @@ def load_engine(checkpoint: Checkpoint, tokenizer: Any, config: EngineConfig) ->
     if config.fused_layers:
         fuse_model(model)
     max_model_len = checkpoint.max_model_len
-    blocks = num_kv_blocks(config, model.bytes_per_token(), max_model_len, device)
+    blocks = num_kv_blocks(config, model.bytes_per_token(), max_model_len, device, sharers)
     model.backend = backend(model.layers, blocks, config.block_size, model.dtype, device)
     pool = BlockPool(blocks, config.block_size, config.prefix_caching)
     eos_ids = eos_token_ids(checkpoint, tokenizer)

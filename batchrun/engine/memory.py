@@ -49,8 +49,11 @@ class KvShape:
         )
 
 
-def kv_budget(config: EngineConfig, bytes_per_token: int, max_model_len: int, device: torch.device) -> float:
-    """Bytes for the KV cache: as configured, else what the free memory allows and the job can use."""
+def kv_budget(
+    config: EngineConfig, bytes_per_token: int, max_model_len: int, device: torch.device, sharers: int = 1
+) -> float:
+    """Bytes for the KV cache: as configured, else this process's share of what the free memory allows and the job
+    can use."""
     if config.num_blocks is not None:
         return config.num_blocks * config.block_size * bytes_per_token
     if config.kv_cache_gib is not None:
@@ -58,14 +61,16 @@ def kv_budget(config: EngineConfig, bytes_per_token: int, max_model_len: int, de
     elif device.type == "cuda":
         allowed = GPU_SHARE * torch.cuda.mem_get_info(device)[0]
     else:
-        allowed = CPU_SHARE * psutil.virtual_memory().available
+        allowed = CPU_SHARE / sharers * psutil.virtual_memory().available
     per_sequence = -(-max_model_len // config.block_size) * config.block_size
     return min(allowed, config.max_num_seqs * per_sequence * bytes_per_token)
 
 
-def num_kv_blocks(config: EngineConfig, bytes_per_token: int, max_model_len: int, device: torch.device) -> int:
+def num_kv_blocks(
+    config: EngineConfig, bytes_per_token: int, max_model_len: int, device: torch.device, sharers: int = 1
+) -> int:
     """Blocks in the KV cache. Raises ConfigError if there is no room for two."""
-    budget = kv_budget(config, bytes_per_token, max_model_len, device)
+    budget = kv_budget(config, bytes_per_token, max_model_len, device, sharers)
     block_bytes = bytes_per_token * config.block_size
     blocks = int(budget // block_bytes)
     if blocks < 2:

@@ -1,0 +1,116 @@
+"""One engine process of a pool: where it runs, and what it does with the orders it is sent."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+
+import torch
+
+from batchrun.config import EngineConfig
+from batchrun.engine.checkpoint import Checkpoint, load_tokenizer
+from batchrun.engine.engine import Engine, StepStats
+from batchrun.engine.model import choose_device
+from batchrun.engine.params import Completion
+from batchrun.errors import BatchrunError
+
+SMALL_MODEL_BYTES = 2**31
+ROWS_PER_WORKER = 16
+
+# What a worker sends after orders and steps: (finished requests, keys it dropped, statistics of its steps).
+Answer = tuple[list[Completion], list[Hashable], list[StepStats]]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a worker runs."""
+
+    device: str
+    cores: tuple[int, ...]
+    threads: int
+
+
+def place_workers(checkpoint: Checkpoint, config: EngineConfig, rows: int | None) -> list[Placement]:
+    """Where the engines of a job run: one entry for each process.
+
+    With `engine.workers=auto`: one per GPU; on a CPU one per core for a model so small that its products are
+    faster on one core than the threads' meetings, if there are rows enough for all; else one with all cores.
+    """
+    device = choose_device(checkpoint.model.device)
+    cores = _cores()
+    threads = config.num_threads or len(cores)
+    if config.workers != "auto":
+        count = int(config.workers)
+    elif device.type == "cuda":
+        count = torch.cuda.device_count() if rows is not None and checkpoint.model.device in ("auto", "cuda") else 1
+    else:
+        small = checkpoint.weight_bytes() <= SMALL_MODEL_BYTES
+        count = threads if small and rows is not None and rows >= ROWS_PER_WORKER * threads else 1
+    if count == 1:
+        return [Placement(str(device), cores, threads)]
+    if device.type == "cuda":
+        return [Placement(f"cuda:{i % torch.cuda.device_count()}", (), threads) for i in range(count)]
+    each = max(1, threads // count)
+    return [
+        Placement(str(device), tuple(cores[(i * each + j) % len(cores)] for j in range(each)), each)
+        for i in range(count)
+    ]
+
+
+def serve(
+    connection: Connection, checkpoint: Checkpoint, config: EngineConfig, placement: Placement, workers: int
+) -> None:
+    """The worker process: take orders, make steps, send back what is finished."""
+    _settle_in(placement)
+    from batchrun.engine.llm import load_single
+
+    try:
+        model = replace(checkpoint.model, device=placement.device)
+        checkpoint = replace(checkpoint, model=model)
+        config = replace(config, num_threads=placement.threads)
+        engine = load_single(checkpoint, load_tokenizer(checkpoint, offline=True), config, sharers=workers)
+    except Exception as error:
+        connection.send(error if isinstance(error, BatchrunError) else BatchrunError(f"an engine worker: {error!r}"))
+        return
+    connection.send(None)
+    try:
+        while _obey(connection, engine):
+            completions = engine.step() if engine.has_work() else []
+            connection.send((completions, [], engine.take_steps()))
+        engine.check_integrity()
+    except (EOFError, BrokenPipeError, KeyboardInterrupt):
+        pass  # the job is gone, or ends
+
+
+def _obey(connection: Connection, engine: Engine) -> bool:
+    """Carry out what has been ordered; with nothing to do, wait for an order. False: close."""
+    while connection.poll(0 if engine.has_work() else None):
+        order, what = connection.recv()
+        if order == "close":
+            return False
+        if order == "add":
+            for request in what:
+                engine.add(request)
+        elif order == "abort":
+            engine.abort(what)
+        elif order == "drop":
+            connection.send(([], engine.drop_waiting(), []))
+    return True
+
+
+def _settle_in(placement: Placement) -> None:
+    """Signals are the job's affair; threads and cores are what was given."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    if placement.cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, placement.cores)
+
+
+def _cores() -> tuple[int, ...]:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
