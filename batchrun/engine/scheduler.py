@@ -9,7 +9,7 @@ row is preempted, its blocks freed, and it is computed again later from what the
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +20,7 @@ from batchrun.engine.estimate import LengthEstimate
 from batchrun.engine.kv_cache import ROOT, BlockPool, block_hashes
 from batchrun.engine.sequence import Sequence
 from batchrun.engine.slots import Slots
+from batchrun.engine.waiting import WaitingQueue
 
 
 class Scheduler:
@@ -27,7 +28,7 @@ class Scheduler:
         self.pool = pool
         self.slots = Slots(max_num_seqs, pool.block_size)
         self.max_batched_tokens = max_batched_tokens
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = WaitingQueue()
         self.estimate = LengthEstimate()
         self.num_preemptions = 0
         self.prompt_tokens = 0  # of all admitted prompts
@@ -113,7 +114,7 @@ class Scheduler:
         so the cost does not depend on how many wait."""
         expected = self._expected_blocks() if self.waiting else 0
         while self.waiting and budget > 0 and self.slots.num_free:
-            sequence = self.waiting[0]
+            sequence = self.waiting.head()
             cached = self._cached_blocks(sequence)
             if self._is_being_computed(sequence, len(cached)):
                 break  # one step later the prefix can be shared instead of computed twice

@@ -18,7 +18,7 @@ from batchrun.engine.params import Completion
 from batchrun.errors import BatchrunError
 
 SMALL_MODEL_BYTES = 2**31
-ROWS_PER_WORKER = 16
+ROWS_PER_WORKER = 64
 
 # What a worker sends after orders and steps: (finished requests, keys it dropped, statistics of its steps).
 Answer = tuple[list[Completion], list[Hashable], list[StepStats]]

@@ -173,7 +173,7 @@ def test_a_row_does_not_inherit_the_stop_strings_of_an_aborted_one(llama: Path) 
     before = llm.engine.scheduler.num_preemptions
     while llm.engine.scheduler.num_preemptions == before:
         llm.engine.step()
-    preempted = llm.engine.scheduler.waiting[0].request.key
+    preempted = llm.engine.scheduler.waiting.head().request.key
     llm.engine.abort(preempted)
     llm.engine.add(Request("new", prompts[2], SamplingParams(max_tokens=20, ignore_eos=True, stop=(stop,))))
     new = finish(llm)["new"]
