@@ -75,6 +75,11 @@ def _run(config: Config) -> int:
             from batchrun import runner
 
             return runner.run(config, drain)
+    if config.mode == "bench":
+        with Drain().listening():  # so that no engine is left behind
+            from batchrun.bench import bench
+
+            return bench.run(config)
     from batchrun import dry
 
     return {"plan": dry.plan, "preview": dry.preview}[config.mode](config)

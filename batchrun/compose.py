@@ -61,12 +61,14 @@ def compose_config(arguments: Sequence[str], config_dir: Path | None = None) -> 
 def missing(config: Config) -> list[str]:
     """What the job still needs before it can start, each as a sentence; empty when nothing is missing."""
     prompt = any(getattr(config.prompt, key.partition(".")[2]) is not None for key in PROMPT_SOURCES)
+    bench = config.mode == "bench"
     wants = {
-        "input.path is not set: name Parquet files, e.g. input.path=reviews/*.parquet": config.input.path,
+        "input.path is not set: name Parquet files, e.g. input.path=reviews/*.parquet": config.input.path or bench,
         "output.path is not set: name a folder, e.g. output.path=out/labels": config.output.path
-        or config.mode != "run",
-        "model.path is not set: name a folder or a hub id, e.g. model=Qwen/Qwen2.5-0.5B-Instruct": config.model.path,
-        "there is no prompt: choose a job, e.g. job=generate, or set prompt.template": prompt,
+        or config.mode in ("plan", "preview"),
+        "model.path is not set: name a folder or a hub id, e.g. model=Qwen/Qwen2.5-0.5B-Instruct": config.model.path
+        or (bench and config.bench.kind == "scheduler"),
+        "there is no prompt: choose a job, e.g. job=generate, or set prompt.template": prompt or bench,
     }
     return [sentence for sentence, there in wants.items() if not there]
 

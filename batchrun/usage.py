@@ -14,6 +14,7 @@ MODE_HELP = {
     "run": "complete every row (the default)",
     "plan": "files, rows, chunks, token counts of a sample, memory, an estimate; loads no weights",
     "preview": "the first rows as the model will see them, token by token; loads no weights",
+    "bench": "measure batchrun beside other engines; see job=bench and job=article",
 }
 
 COMMON_KEYS = (

@@ -1,0 +1,1 @@
+"""Engines beside each other, the machine's limits beside them, and the scheduler without a model."""
