@@ -33,6 +33,7 @@ class StepStats:
     waiting: int
     kv_used: float  # share of the KV blocks that are held
     hit_rate: float  # share of all prompt tokens so far that were found in the cache
+    ideal_hit_rate: float  # what it would be with a cache that forgets nothing
     preemptions: int  # so far
 
 
@@ -217,6 +218,7 @@ class Engine:
                 waiting=len(scheduler.waiting),
                 kv_used=1 - self.pool.num_free / self.pool.num_blocks,
                 hit_rate=scheduler.cached_tokens / max(scheduler.prompt_tokens, 1),
+                ideal_hit_rate=scheduler.cachable_tokens / max(scheduler.prompt_tokens, 1),
                 preemptions=scheduler.num_preemptions,
             )
         )

@@ -28,6 +28,27 @@ def block_hashes(token_ids: np.ndarray, block_size: int, parent: bytes = ROOT) -
     return digests
 
 
+class EverSeen:
+    """What a prefix cache without a limit would find: the mark that the real one is held against."""
+
+    LIMIT = 1_000_000  # digests remembered, about 100 MB; a prefix met first after that counts as new each time
+
+    def __init__(self) -> None:
+        self._digests: set[bytes] = set()
+
+    def count(self, digests: Sequence[bytes]) -> int:
+        """Leading blocks of a prompt that some prompt before it had, and remember all of them."""
+        known = 0
+        for known, digest in enumerate(digests):  # noqa: B007
+            if digest not in self._digests:
+                break
+        else:
+            known = len(digests)
+        if len(self._digests) < self.LIMIT:
+            self._digests.update(digests[known:])
+        return known
+
+
 class BlockPool:
     """Reference counts, the free queue (a doubly linked list in two arrays) and the prefix index."""
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from batchrun.engine.batch import Batch, make_batch
 from batchrun.engine.estimate import LengthEstimate
-from batchrun.engine.kv_cache import ROOT, BlockPool, block_hashes
+from batchrun.engine.kv_cache import ROOT, BlockPool, EverSeen, block_hashes
 from batchrun.engine.sequence import Sequence
 from batchrun.engine.slots import Slots
 from batchrun.engine.waiting import WaitingQueue
@@ -33,6 +33,8 @@ class Scheduler:
         self.num_preemptions = 0
         self.prompt_tokens = 0  # of all admitted prompts
         self.cached_tokens = 0  # of these, found in the cache
+        self.cachable_tokens = 0  # of these, what a cache without a limit would have found
+        self._ever_seen = EverSeen()
         self._computing: Counter[bytes] = Counter()  # prefixes that a running row is about to compute
 
     def add(self, sequence: Sequence) -> None:
@@ -143,6 +145,8 @@ class Scheduler:
             sequence.cached_tokens = start
             self.cached_tokens += start
             self.prompt_tokens += sequence.num_prompt
+            usable = sequence.digests[: (sequence.num_prompt - 1) // self.pool.block_size]
+            self.cachable_tokens += self._ever_seen.count(usable) * self.pool.block_size
 
     def _cached_blocks(self, sequence: Sequence) -> list[int]:
         """Blocks that already hold the head of the sequence, short of its last token, which must be computed."""

@@ -44,6 +44,7 @@ STEPS = pa.schema(
         "waiting": pa.int32(),
         "kv_used": pa.float32(),
         "hit_rate": pa.float32(),
+        "ideal_hit_rate": pa.float32(),
         "preemptions": pa.int64(),
     }
 )
@@ -64,6 +65,8 @@ class Metrics:
         self.finish_reasons: Counter[str] = Counter()
         self.error_types: Counter[str] = Counter()
         self.engine_seconds = 0.0
+        self.last_step: StepStats | None = None
+        self._first_step: float | None = None
         self._origin = time.perf_counter()
         self._tables: list[_Table] = []
 
@@ -98,11 +101,15 @@ class Metrics:
         """The engine made a step."""
         if step is None:
             return
-        self.engine_seconds += step.seconds
+        # From the beginning of the first step on: steps of several engine processes overlap.
+        now = time.perf_counter()
+        self._first_step = now - step.seconds if self._first_step is None else self._first_step
+        self.engine_seconds = now - self._first_step
+        self.last_step = step
         self._table("steps", STEPS, {"at_s": time.perf_counter() - self._origin, **dataclasses.asdict(step)})
 
     def summary(self) -> dict[str, Any]:
-        """What the run came to, as plain values. Rates are over the time spent in engine steps."""
+        """What the run came to, as plain values. Rates are over the time from the first engine step to the last."""
         per_second = 1 / max(self.engine_seconds, 1e-9)
         return {
             "job": self.config.job.name,
@@ -114,6 +121,8 @@ class Metrics:
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
             "completion_tokens": self.completion_tokens,
+            "hit_rate": round(self.last_step.hit_rate, 4) if self.last_step else None,
+            "ideal_hit_rate": round(self.last_step.ideal_hit_rate, 4) if self.last_step else None,
             "rows_per_s": round(self.rows * per_second, 3),
             "total_tokens_per_s": round((self.prompt_tokens + self.completion_tokens) * per_second, 1),
             "completion_tokens_per_s": round(self.completion_tokens * per_second, 1),

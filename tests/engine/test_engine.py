@@ -291,6 +291,7 @@ def test_step_statistics_add_up(llama: Path) -> None:
         assert step.waiting <= waiting + step.preemptions - preemptions
         assert step.preemptions >= preemptions
         preemptions, sampled, tokens = step.preemptions, sampled + step.sampled, tokens + step.tokens
+        assert step.hit_rate <= step.ideal_hit_rate < 1
         hits.append(step.hit_rate)
     assert preemptions == engine.scheduler.num_preemptions > 0
     assert sampled == 8 * 12

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from batchrun.engine.kv_cache import ROOT, BlockPool, block_hashes
+from batchrun.engine.kv_cache import ROOT, BlockPool, EverSeen, block_hashes
 
 SIZE = 2
 
@@ -193,3 +193,14 @@ def test_hashes_do_not_depend_on_layout_or_integer_type() -> None:
     tokens = ids(*range(16))
     spaced = np.stack([tokens, tokens], axis=1)[:, 0]
     assert block_hashes(spaced, 4) == block_hashes(tokens.astype(np.int64), 4) == block_hashes(tokens, 4)
+
+
+def test_a_boundless_cache_finds_what_any_prompt_before_had() -> None:
+    seen = EverSeen()
+    a, b, c, d = (bytes([i]) for i in range(4))
+    assert seen.count([a, b]) == 0
+    assert seen.count([a, b]) == 2
+    assert seen.count([a, c]) == 1
+    assert seen.count([a, c, d]) == 2
+    assert seen.count([]) == 0
+    assert seen.count([a, c, d, bytes(9)]) == 3
