@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from batchrun.config import ModelConfig
+from batchrun.engine.support import check_config
 from batchrun.errors import ConfigError
 
 SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.py", "tokenizer*"]
@@ -32,7 +35,7 @@ class Checkpoint:
     @property
     def max_model_len(self) -> int:
         """Tokens in the longest prompt + completion. Raises ConfigError if more is asked than the model has."""
-        limit = _position_limit(self.text_config)
+        limit = position_limit(self.text_config)
         asked = self.model.max_model_len
         if limit is None and asked is None:
             raise ConfigError(f"{self.folder} does not say how long its sequences may be: set model.max_model_len")
@@ -46,6 +49,10 @@ class Checkpoint:
         if self.folder.parent.name == "snapshots":
             return f"{self.model.path}@{self.folder.name}"
         return self.folder.name
+
+    def weight_bytes(self) -> int:
+        """Size of the weight files."""
+        return sum(p.stat().st_size for p in self.folder.iterdir() if p.suffix in (".safetensors", ".bin", ".pt"))
 
     def identity(self) -> str:
         """sha256 over the files: small ones whole, weights by name, size, head and tail.
@@ -66,27 +73,68 @@ class Checkpoint:
 def open_checkpoint(model: ModelConfig, *, weights: bool = True, offline: bool = False) -> Checkpoint:
     """Find `model.path` as a folder, else on the hub, and read its config.
 
-    With `weights` false only configs and tokenizer files are fetched. Raises ConfigError if there is
-    no such folder and the hub cannot give it.
+    With `weights` false only configs and tokenizer files are fetched. Raises ConfigError if there is no such
+    folder and the hub cannot give it, or if files are missing or damaged; UnsupportedModel, before any weights
+    are fetched, for a family that cannot work.
     """
-    from transformers import AutoConfig
-
     if not model.path:
         raise ConfigError("no model is given: set model=FOLDER or model=ORGANISATION/NAME")
-    folder = local_folder(model.path, model.revision, model.allow_pickle, weights=weights, offline=offline)
+    find = partial(local_folder, model.path, model.revision, model.allow_pickle, offline=offline)
+    folder = find(weights=False)
+    config = _read_config(folder, model)
+    check_config(config)
+    if weights:
+        folder = find(weights=True)
+        _check_weights(folder, model)
+    return Checkpoint(folder, config, model)
+
+
+def _read_config(folder: Path, model: ModelConfig) -> Any:
+    from transformers import AutoConfig
+
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model={model.path}: {folder} has no config.json, so it is not a transformers model folder")
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
     except (ValueError, KeyError, OSError) as error:
+        if not model.trust_remote_code and _has_own_code(folder):
+            raise ConfigError(
+                f"model={model.path} brings Python code of its own, which is not run unless asked for: "
+                "read it, and set model.trust_remote_code=true if you trust it"
+            ) from error
         raise ConfigError(f"model={model.path}: its config cannot be read: {error}") from error
-    checkpoint = Checkpoint(folder, config, model)
-    if weights and not model.allow_pickle and not list(folder.glob("*.safetensors")):
+
+
+def _has_own_code(folder: Path) -> bool:
+    try:
+        return bool(json.loads((folder / "config.json").read_text()).get("auto_map"))
+    except (ValueError, AttributeError):
+        return False
+
+
+def _check_weights(folder: Path, model: ModelConfig) -> None:
+    """Raise ConfigError unless the safetensors files that should be there are, and are as long as they say."""
+    from safetensors import SafetensorError, safe_open
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files and not model.allow_pickle:
         raise ConfigError(
             f"model={model.path}: {folder} has no .safetensors weights; convert them, "
             "or set model.allow_pickle=true if you trust the files (opening a .bin file can run code)"
         )
-    return checkpoint
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        if absent := [file for file in files if not file.is_file()]:
+            raise ConfigError(
+                f"model={model.path}: {len(absent)} of its {len(files)} weight files are not there, such as {absent[0]}"
+            )
+    for file in files:
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{file} is damaged or cut off ({error}): copy or download it again") from error
 
 
 def local_folder(name: str, revision: str | None, pickle: bool, *, weights: bool, offline: bool) -> Path:
@@ -141,7 +189,7 @@ def eos_token_ids(checkpoint: Checkpoint, tokenizer: Any) -> set[int]:
     return ids
 
 
-def _position_limit(config: Any) -> int | None:
+def position_limit(config: Any) -> int | None:
     """Positions the model was built for.
 
     Dynamic rotary scalings recompute their frequencies from the longest sequence in the batch, so

@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 from batchrun.engine.attention.base import LayerCall
 
 NAME = "batchrun_paged"
+WINDOW_ON_EVERY_LAYER = {"phimoe"}  # these mask by their config's window, have no layer types and pass no window
 _ABSENT: Any = object()
 
 Attend = Callable[[LayerCall, torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
@@ -89,6 +90,8 @@ def _layer_window(module: torch.nn.Module) -> int | None:
     """The window of a layer whose model passes none. A passed None means full attention and is kept:
     some models hold a window attribute on their full-attention layers too."""
     config: Any = module.config
+    if getattr(config, "model_type", None) in WINDOW_ON_EVERY_LAYER:
+        return config.sliding_window
     layer_types = getattr(config, "layer_types", None)
     index = getattr(module, "layer_idx", None)
     if layer_types is None or index is None:

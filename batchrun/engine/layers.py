@@ -19,6 +19,7 @@ import torch
 
 from batchrun.engine import hook
 from batchrun.engine.attention.base import LayerCall
+from batchrun.engine.checkpoint import position_limit
 from batchrun.engine.linear import PackedHead, PackedLinear
 from batchrun_kernels.cpu.layer import gelu_tanh_and_mul, rms_norm, rotate, silu_and_mul
 from batchrun_kernels.cpu.scalar import elements
@@ -238,8 +239,11 @@ def _watch(model: Any, layers: Any) -> dict[int, Seen]:
     handles = [layer.register_forward_hook(note(i), with_kwargs=True) for i, layer in enumerate(layers)]
     try:
         tokens = torch.arange(PROBE_TOKENS) * 7 % model.vocab_size
+        # Over all positions there are: some layers scale their queries from a position on.
+        limit = position_limit(model.module.config.get_text_config(decoder=True)) or PROBE_TOKENS
+        places = torch.linspace(0, limit - 1, PROBE_TOKENS).long()
         with hook.forward_context(attend):
-            model.run(tokens, torch.arange(PROBE_TOKENS), torch.tensor([PROBE_TOKENS - 1]))
+            model.run(tokens, places, torch.tensor([PROBE_TOKENS - 1]))
     finally:
         for handle in handles:
             handle.remove()

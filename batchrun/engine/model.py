@@ -14,13 +14,10 @@ from batchrun.engine import hook
 from batchrun.engine.attention.base import AttentionBackend, LayerCall, LayerGeometry
 from batchrun.engine.batch import Batch
 from batchrun.engine.checkpoint import Checkpoint
+from batchrun.engine.support import UnsupportedModel, is_vision_language
 from batchrun.errors import ConfigError
 
 log = logging.getLogger(__name__)
-
-
-class UnsupportedModel(ConfigError):
-    """A model that our attention cannot serve; the message says why."""
 
 
 class PagedModel:
@@ -75,7 +72,8 @@ class PagedModel:
         with hook.forward_context(attend) as context:
             self.run(tokens, tokens, tokens[-1:])
         count = config.get_text_config(decoder=True).num_hidden_layers
-        if context.calls != count:
+        # More calls are fine: a layer that attends twice, or runs twice, has pages for each of its calls.
+        if context.calls < count:
             raise UnsupportedModel(
                 f"{config.model_type}: {context.calls} of its {count} layers attend through a backend; the others "
                 "keep a state (linear attention, convolution, ...) or use attention code of their own"
@@ -90,29 +88,38 @@ class PagedModel:
 
 
 def load_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> PagedModel:
-    """Load the weights and hook the paged attention in.
+    """Load the weights and hook the paged attention in. Of a vision-language model only the language part is used.
 
-    Raises UnsupportedModel for families whose attention cannot be replaced.
+    Raises UnsupportedModel for families whose attention cannot be replaced, ConfigError for weights that are
+    not those of the config or that need a package that is not there.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    options = checkpoint.model
+    options, family = checkpoint.model, checkpoint.config.model_type
+    auto_class = AutoModelForImageTextToText if is_vision_language(checkpoint.config) else AutoModelForCausalLM
     try:
         with _no_progress_bars():
-            module = AutoModelForCausalLM.from_pretrained(
+            module, report = auto_class.from_pretrained(
                 checkpoint.folder,
                 dtype=dtype,
                 attn_implementation=hook.NAME,
                 trust_remote_code=options.trust_remote_code,
                 use_safetensors=None if options.allow_pickle else True,
+                output_loading_info=True,
             )
     except ValueError as error:
         raise UnsupportedModel(f"model={options.path}: {error}") from error
+    except ImportError as error:
+        raise ConfigError(f"model={options.path}: {family} needs a package that is not installed: {error}") from error
+    except RuntimeError as error:
+        raise ConfigError(f"model={options.path}: its weights do not fit its config.json: {error}") from error
     except KeyError as error:
         if error.args != (hook.NAME,):
             raise
-        family = checkpoint.config.model_type
         raise UnsupportedModel(f"{family}: it picks its attention from a list of its own, where ours is not") from error
+    # transformers fills what is missing with random numbers.
+    if missing := sorted(report["missing_keys"]):
+        raise ConfigError(f"model={options.path}: its weights lack {len(missing)} tensors, {missing[0]} among them")
     return PagedModel(module.to(device))
 
 

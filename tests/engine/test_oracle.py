@@ -10,10 +10,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from batchrun.engine.model import UnsupportedModel
 from batchrun.engine.params import Completion, SamplingParams
 from batchrun.errors import ConfigError
-from tests.engine.families import FAMILIES, assert_idle, load, make_model, make_optimistic, random_prompt
+from tests.engine.families import (
+    FAMILIES,
+    HARD_FAMILIES,
+    assert_idle,
+    engine_of,
+    load,
+    make_model,
+    make_optimistic,
+    random_prompt,
+)
 
 MAX_TOKENS = 20
 SHARED = random_prompt(0, 50)
@@ -76,7 +84,22 @@ def token_ids(completions: list[Completion]) -> list[list[int]]:
 def test_equals_generate(family: str, mode: str, family_folder: Callable[[str], Path], reference: Reference) -> None:
     llm = load(family_folder(family), **MODES[mode])
     assert token_ids(llm.generate(PROMPTS, SamplingParams(max_tokens=MAX_TOKENS))) == reference(family)
-    assert_idle(llm.engine)
+    assert_idle(engine_of(llm))
+
+
+@pytest.mark.parametrize("family", HARD_FAMILIES)
+def test_equals_generate_in_chunks_from_cached_prefixes_and_when_preempted(
+    family: str, family_folder: Callable[[str], Path], reference: Reference
+) -> None:
+    """Everything at once: chunks of 7, shared prefixes, and pages for a third of what runs."""
+    llm = make_optimistic(load(family_folder(family), block_size=4, num_blocks=34, max_batched_tokens=7))
+    params = SamplingParams(max_tokens=MAX_TOKENS)
+    for _ in range(2):
+        completions = llm.generate(PROMPTS, params)
+        assert token_ids(completions) == reference(family)
+    assert sum(c.cached_tokens for c in completions) > 0
+    assert engine_of(llm).scheduler.num_preemptions > 0
+    assert_idle(engine_of(llm))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -85,8 +108,8 @@ def test_equals_generate_when_preempted(
 ) -> None:
     llm = make_optimistic(load(family_folder(family), block_size=4, num_blocks=30))
     assert token_ids(llm.generate(PROMPTS, SamplingParams(max_tokens=MAX_TOKENS))) == reference(family)
-    assert llm.engine.scheduler.num_preemptions > 0
-    assert_idle(llm.engine)
+    assert engine_of(llm).scheduler.num_preemptions > 0
+    assert_idle(engine_of(llm))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -102,22 +125,7 @@ def test_equals_generate_from_cached_prefixes(
     again = llm.generate(PROMPTS, params)
     assert token_ids(again) == reference(family)
     assert [c.cached_tokens for c in again] == [(len(p) - 1) // 16 * 16 for p in PROMPTS]
-    assert_idle(llm.engine)
-
-
-@pytest.mark.parametrize(
-    ("family", "changes", "why"),
-    [
-        ("bloom", {}, "0 of its 3 layers attend"),
-        ("gpt_neo", {"attention_types": [[["global"], 3]], "num_layers": 3}, "a list of its own"),
-        ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, "1 of its 3 layers attend"),
-    ],
-)
-def test_refuses_a_family_it_cannot_serve(family: str, changes: dict[str, Any], why: str, tmp_path: Path) -> None:
-    make_model(family, tmp_path, **changes)
-    with pytest.raises(UnsupportedModel, match=why) as refusal:
-        load(tmp_path)
-    assert family in str(refusal.value).lower()
+    assert_idle(engine_of(llm))
 
 
 def test_refuses_pickled_weights_unless_allowed(tmp_path: Path, reference: Reference) -> None:

