@@ -19,6 +19,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION = ("auto", "torch", "cpu")
 INPUT_FORMATS = ("auto", "parquet", "jsonl", "csv", "arrow", "hf", "openai")
 SCHEMA_MODES = ("strict", "intersect", "union")
+RETRIES = ("error", "length")
 PROMPT_KINDS = ("chat", "completion")
 BENCH_KINDS = ("engines", "scheduler", "article")
 COMPRESSION = ("zstd", "snappy", "gzip", "lz4", "none")
@@ -251,6 +252,8 @@ class OutputConfig:
         5.0, "seconds between writes of finished rows whose part is not complete yet", identity=False
     )
 
+    overwrite: bool = setting(False, "replace the output of a job with other settings or input", identity=False)
+
     def __post_init__(self) -> None:
         _range("output.chunk_rows", self.chunk_rows, 1)
         _choice("output.compression", self.compression, COMPRESSION)
@@ -358,6 +361,9 @@ class Config:
 
     mode: str = setting("run", "run, plan, preview or bench", identity=False)
     preview_rows: int = setting(3, "rows shown by mode=preview", identity=False)
+    retry: Any = setting(
+        None, "make rows of finished parts again: error, length or both; sampling may differ then", identity=False
+    )
     offline: bool = setting(False, "never ask the model hub; fail at once if a file is not local", identity=False)
     job: JobConfig = field(default_factory=JobConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -374,6 +380,11 @@ class Config:
     def __post_init__(self) -> None:
         _choice("mode", self.mode, MODES)
         _range("preview_rows", self.preview_rows, 1)
+        self.retry = [kind for item in _strings("retry", self.retry) for kind in item.split(",")]
+        for kind in self.retry:
+            _choice("retry", kind, RETRIES)
+        if self.retry and self.output.overwrite:
+            raise ConfigError("retry keeps an output and output.overwrite=true replaces it: set one of them")
         if self.input.format == "openai":
             self._take_requests()
 

@@ -18,6 +18,7 @@ from batchrun.data.row_params import row_sampling
 from batchrun.engine.engine import Engine, row_seed
 from batchrun.engine.llm import load_engine
 from batchrun.engine.params import Completion, Request, SamplingParams
+from batchrun.engine.pool import EnginePool
 from batchrun.errors import Drained
 from batchrun.job import open_job
 from batchrun.output import Output, open_output
@@ -47,34 +48,39 @@ def run(config: Config, drain: Drain | None = None) -> int:
                     f"stopped by {drain.requested}: {report.progress.left:,} of {report.progress.rows:,} rows left; "
                     "the same command goes on with them"
                 )
-            output.check_complete()
-        print_summary(output, report.metrics)
+            done = output.check_complete()
+        print_summary(output, done, report.metrics)
     return 0
 
 
 def finished_chunks(output: Output, report: Report, drain: Drain) -> Iterator[ChunkBuffer]:
     """Each chunk to do as soon as its last row is there. Rows of several chunks run together."""
     job, engine = output.job, None
-    for numbers in output.todo():
-        report.progress.expect(job.plan.rows_of(numbers))
-        _, starts, stops = job.plan.bounds(numbers)
-        for number in numbers[starts == stops].tolist():
-            yield output.buffer(job.plan.chunk(number))
-        numbers = numbers[starts < stops]
-        if not len(numbers) or drain.requested:
-            continue
-        engine = engine or load_engine(job.checkpoint, job.tokenizer, job.config.engine)
-        report.start()
-        backlog = Backlog(output, numbers, report.progress)
-        with drain.deferred(), output.watchdog() as watchdog:
-            for row, result in complete(engine, backlog, report, drain, watchdog):
-                if result is not None:
-                    row.buffer.add(row.number, result)
-                    report.add_row(row.buffer.source_name, row.number, result)
-                if row.buffer.complete:
-                    backlog.close(row.buffer)
-                    yield row.buffer
-        engine.pool.check_integrity()
+    try:
+        for numbers in output.todo():
+            report.progress.expect(job.plan.rows_of(numbers))
+            _, starts, stops = job.plan.bounds(numbers)
+            for number in numbers[starts == stops].tolist():
+                yield output.buffer(job.plan.chunk(number))
+            numbers = numbers[starts < stops]
+            if not len(numbers) or drain.requested:
+                continue
+            engine = engine or load_engine(job.checkpoint, job.tokenizer, job.config.engine, job.plan.rows)
+            report.start()
+            backlog = Backlog(output, numbers, report.progress)
+            with drain.deferred(), output.watchdog() as watchdog:
+                for row, result in complete(engine, backlog, report, drain, watchdog):
+                    if result is not None:
+                        result.run = output.run
+                        row.buffer.add(row.number, result)
+                        report.add_row(row.buffer.source_name, row.number, result)
+                    if row.buffer.complete:
+                        backlog.close(row.buffer)
+                        yield row.buffer
+            engine.check_integrity()
+    finally:
+        if engine is not None:
+            engine.close()
 
 
 @dataclass(slots=True)
@@ -134,7 +140,7 @@ class Backlog:
 
 
 def complete(
-    engine: Engine, backlog: Backlog, report: Report, drain: Drain, watchdog: Watchdog
+    engine: Engine | EnginePool, backlog: Backlog, report: Report, drain: Drain, watchdog: Watchdog
 ) -> Iterator[tuple[Row, RowResult | None]]:
     """Every row of the backlog with its result, in the order they finish; fewer if the run is asked to stop."""
     keys = count()
@@ -166,8 +172,11 @@ def complete(
             if engine.has_work():
                 for completion in engine.step():
                     yield flying.pop(completion.key), finished(completion)
-                report.add_step(engine.last_step)
-            watchdog.beat()
+            steps = engine.take_steps()
+            for step in steps:
+                report.add_step(step)
+            if steps or not engine.has_work():
+                watchdog.beat()
             report.check()
 
 

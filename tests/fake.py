@@ -6,7 +6,6 @@ import os
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from batchrun.config import Config
@@ -26,8 +25,7 @@ class FakeEngine:
         self.batch = batch
         self.capacity = room
         self.waiting: list[Request] = []
-        self.last_step = None
-        self.pool = SimpleNamespace(check_integrity=lambda: None)
+        self.steps = 0
         self.seconds = float(os.environ.get("BATCHRUN_FAKE_SECONDS", "0"))
         self.completed = 0
         log = os.environ.get("BATCHRUN_FAKE_LOG")
@@ -48,7 +46,18 @@ class FakeEngine:
         del self.waiting[self.batch :]
         return dropped
 
+    def take_steps(self) -> list[None]:
+        steps, self.steps = self.steps, 0
+        return [None] * steps
+
+    def check_integrity(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
     def step(self) -> list[Completion]:
+        self.steps += 1
         if self.seconds:
             time.sleep(self.seconds)
         running, self.waiting = self.waiting[-self.batch :], self.waiting[: -self.batch]

@@ -15,7 +15,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -52,6 +52,15 @@ class Claim:
             self._take(file)
             stack.callback(self._give_back, file)
             self._check_others()
+            yield
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """What no two workers of this output may do at once; the others wait."""
+        with explained(self.path), open(self.path.with_name("alone"), "a", encoding="utf-8") as file:
+            # Without locks, two workers that start together on an output to be overwritten may meet here.
+            with suppress(OSError):
+                fcntl.flock(file.fileno(), fcntl.LOCK_EX)
             yield
 
     def check(self) -> None:

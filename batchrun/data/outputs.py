@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 from collections.abc import Sequence
@@ -37,12 +38,16 @@ RESULT_TYPES: dict[str, pa.DataType] = {
     "queue_s": pa.float32(),
     "first_token_s": pa.float32(),
     "total_s": pa.float32(),
+    "run": pa.string(),
 }
 
 
 @dataclass(slots=True)
 class RowResult:
-    """What became of one input row. Times are in seconds; `text` is None for a row that was not completed."""
+    """What became of one input row. Times are in seconds; `text` is None for a row that was not completed.
+
+    `run` names the run that made the row: its settings are in the record of that run.
+    """
 
     text: str | None = None
     finish_reason: str | None = None  # stop | length | error | abort
@@ -55,6 +60,7 @@ class RowResult:
     queue_s: float = 0.0
     first_token_s: float = 0.0
     total_s: float = 0.0
+    run: str | None = None
 
 
 class OutputSchema:
@@ -101,6 +107,14 @@ class OutputSchema:
             {**(self.schema.metadata or {}), **footer(self.fingerprint, chunk, source_name)}
         )
         return pa.Table.from_arrays([*carried.columns, *added], schema=schema)
+
+    def results(self, part: pa.Table) -> list[RowResult]:
+        """What `table` was given for a part, from the part, in row order."""
+        fields = {
+            field.name: COMPLETION if field.name == "text" else field.name for field in dataclasses.fields(RowResult)
+        }
+        columns = [part[self.names[key]].to_pylist() for key in fields.values()]
+        return [RowResult(**dict(zip(fields, values, strict=True))) for values in zip(*columns, strict=True)]
 
 
 def _row_numbers(batches: pa.Table | Sequence[pa.RecordBatch], chunk: Chunk) -> Any:

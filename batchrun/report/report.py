@@ -26,7 +26,8 @@ class Report:
         rows = output.job.plan.rows_of(output.ledger.own)
         self.metrics = Metrics(config, output.store.state_folder)
         self.progress = Progress(rows, config.report.interval)
-        self.failures = Failures(config.run.max_error_rate, config.run.min_rows)
+        # Of rows that are made again because they failed, many may fail again.
+        self.failures = Failures(1.0 if config.retry else config.run.max_error_rate, config.run.min_rows)
         self.heartbeat = Heartbeat(
             output.claim.heartbeat, output.run, config.run.heartbeat_seconds, self._counts, output.claim.check
         )

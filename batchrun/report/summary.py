@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 
 from batchrun.data.outputs import OutputSchema
@@ -16,13 +17,13 @@ from batchrun.report.metrics import Metrics
 SHOWN_ROWS = 5
 
 
-def print_summary(output: Output, metrics: Metrics) -> None:
-    """What the run came to, and a few of the rows of this worker's share."""
-    plan, own, folder = output.job.plan, output.ledger.own, output.store.folder
-    rows = plan.rows_of(own)
-    _, starts, stops = plan.bounds(own)
+def print_summary(output: Output, done: np.ndarray, metrics: Metrics) -> None:
+    """What the run came to, and a few of the rows in the finished chunks `done` of this worker's share."""
+    plan, folder = output.job.plan, output.store.folder
+    rows = plan.rows_of(done)
+    _, starts, stops = plan.bounds(done)
     if rows:
-        first = plan.chunk(own[starts < stops][0])
+        first = plan.chunk(done[starts < stops][0])
         for line in _first_rows(folder / first.part, output.schema):
             print(line)
     if metrics.rows:

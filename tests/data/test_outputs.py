@@ -20,7 +20,7 @@ from batchrun.data.store import Store
 from batchrun.errors import InputError
 
 FINGERPRINT = "f" * 64
-OK = RowResult("good", "stop", prompt_tokens=7, cached_tokens=4, completion_tokens=1, total_s=0.5)
+OK = RowResult("good", "stop", prompt_tokens=7, cached_tokens=4, completion_tokens=1, total_s=0.5, run="run1")
 BAD = RowResult(None, "error", "error", "prompt_too_long", "99 tokens", prompt_tokens=99)
 
 TYPED = pa.table(
@@ -107,6 +107,7 @@ def test_table_golden() -> None:
         "completion_tokens": [1, 0, 0],
         "source_file": ["in/a.parquet"] * 3,
         "source_row": [100, 101, 102],
+        "run": ["run1", None, None],
     }
     assert table.column("total_s").to_pylist() == [0.5, 0.0, 0.0]
     assert table.schema.equals(output.schema)
