@@ -145,8 +145,8 @@ def fuse_model(model: Any) -> int:
     if model.device.type != "cpu":
         return 0
     layers = _decoder_layers(model.module)
-    # A layer that reads another's KV gets it from the original of that layer.
-    if layers is None or any(geometry.source is not None for geometry in model.layers):
+    # A layer that runs twice has pages for each time; one that reads another's KV gets it from that one's original.
+    if layers is None or len(model.layers) != len(layers) or any(kv.source is not None for kv in model.layers):
         return 0
     seen = _watch(model, layers)
     replaced = 0

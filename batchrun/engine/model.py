@@ -106,21 +106,29 @@ def load_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype)
                 trust_remote_code=options.trust_remote_code,
                 use_safetensors=None if options.allow_pickle else True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are reported, and refused below
             )
     except ValueError as error:
         raise UnsupportedModel(f"model={options.path}: {error}") from error
     except ImportError as error:
         raise ConfigError(f"model={options.path}: {family} needs a package that is not installed: {error}") from error
-    except RuntimeError as error:
-        raise ConfigError(f"model={options.path}: its weights do not fit its config.json: {error}") from error
     except KeyError as error:
         if error.args != (hook.NAME,):
             raise
         raise UnsupportedModel(f"{family}: it picks its attention from a list of its own, where ours is not") from error
-    # transformers fills what is missing with random numbers.
-    if missing := sorted(report["missing_keys"]):
-        raise ConfigError(f"model={options.path}: its weights lack {len(missing)} tensors, {missing[0]} among them")
+    _check_report(options.path, report)
     return PagedModel(module.to(device))
+
+
+def _check_report(name: str | None, report: dict[str, Any]) -> None:
+    """Raise ConfigError for what transformers would fill with random numbers."""
+    for tensor, stored, expected in sorted(report["mismatched_keys"]):
+        raise ConfigError(
+            f"model={name}: its weights do not fit its config.json: {tensor} is {list(stored)} and should be "
+            f"{list(expected)}"
+        )
+    if missing := sorted(report["missing_keys"]):
+        raise ConfigError(f"model={name}: its weights lack {len(missing)} tensors, {missing[0]} among them")
 
 
 @contextmanager

@@ -125,6 +125,7 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {**LATENT, **ROUTED, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
     "dots1": {**MIXED, **ROUTED, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
+    "dory": MIXED,
     "ernie4_5": {},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_num_shared_experts": 1},
     "exaone": {},

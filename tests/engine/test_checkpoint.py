@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from batchrun.config import ModelConfig
 from batchrun.engine.checkpoint import Checkpoint, eos_token_ids, load_tokenizer, open_checkpoint
+from batchrun.engine.model import PagedModel, load_model
 from batchrun.errors import ConfigError
 
 FACTORS = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
@@ -222,3 +224,106 @@ def test_identity_of_a_large_file_covers_both_ends(copy: Path) -> None:
             file.write(b"\1")
         seen.add(opened(copy).identity())
     assert len(seen) == 3
+
+
+def test_a_weight_file_that_is_cut_off_is_named(copy: Path) -> None:
+    weights = copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(ConfigError, match=rf"{weights} is damaged or cut off .* copy or download it again"):
+        opened(copy)
+    assert open_checkpoint(ModelConfig(path=str(copy)), weights=False).folder == copy
+
+
+@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1", b"\xff" * 64])
+def test_a_weight_file_of_something_else_is_named(content: bytes, copy: Path) -> None:
+    (copy / "model.safetensors").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"model\.safetensors is damaged or cut off"):
+        opened(copy)
+
+
+def test_a_shard_that_is_not_there_is_named(copy: Path) -> None:
+    (copy / "model.safetensors").rename(copy / "model-00001-of-00002.safetensors")
+    shards = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (copy / "model.safetensors.index.json").write_text(json.dumps(shards))
+    with pytest.raises(ConfigError, match=r"1 of its 2 weight files are not there, such as .*00002-of-00002"):
+        opened(copy)
+
+
+def reload(folder: Path, **options: Any) -> PagedModel:
+    return load_model(opened(folder, **options), torch.device("cpu"), torch.float32)
+
+
+def test_tensors_that_are_missing_are_never_filled_with_random_numbers(copy: Path) -> None:
+    weights = load_file(copy / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lack 1 tensors, model\.layers\.1\.mlp\.up_proj\.weight among them"):
+        reload(copy)
+
+
+def test_tensors_of_another_shape_are_named(copy: Path) -> None:
+    change(copy / "config.json", intermediate_size=64)
+    with pytest.raises(ConfigError, match=r"mlp\.down_proj\.weight is \[32, 48\] and should be \[32, 64\]"):
+        reload(copy)
+
+
+OWN_CODE = """
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM
+
+Path({mark!r}).touch()
+
+class OwnConfig(LlamaConfig):
+    model_type = "own-family"
+
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+OPEN_TRUSTED = """
+import sys, torch
+from batchrun.config import ModelConfig
+from batchrun.engine.acceptance import check_model
+from batchrun.engine.attention.torch import TorchAttention
+from batchrun.engine.checkpoint import open_checkpoint
+from batchrun.engine.model import load_model
+checkpoint = open_checkpoint(ModelConfig(path=sys.argv[1], trust_remote_code=True))
+model = load_model(checkpoint, torch.device("cpu"), torch.float32)
+print(checkpoint.config.model_type, check_model(model, TorchAttention))
+"""
+
+
+def test_code_of_a_checkpoint_runs_only_when_asked_for(copy: Path, tmp_path: Path) -> None:
+    mark = tmp_path / "the code was run"
+    (copy / "own.py").write_text(OWN_CODE.format(mark=str(mark)))
+    change(
+        copy / "config.json",
+        model_type="own-family",
+        architectures=["OwnModel"],
+        auto_map={"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"},
+    )
+    with pytest.raises(ConfigError, match=r"brings Python code of its own.*set model\.trust_remote_code=true"):
+        opened(copy)
+    assert not mark.exists()
+    # In a process of its own: transformers copies the code into a folder that it chooses when it is imported.
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", OPEN_TRUSTED, str(copy)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert mark.exists()
+    family, error = done.stdout.split()
+    assert family == "own-family"
+    assert float(error) < 1e-5
+
+
+def test_code_beside_a_family_that_transformers_knows_is_left_alone(copy: Path, tmp_path: Path) -> None:
+    mark = tmp_path / "the code was run"
+    (copy / "own.py").write_text(OWN_CODE.format(mark=str(mark)))
+    change(copy / "config.json", auto_map={"AutoModelForCausalLM": "own.OwnModel"})
+    assert type(reload(copy).module).__name__ == "LlamaForCausalLM"
+    assert not mark.exists()

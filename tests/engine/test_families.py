@@ -7,20 +7,22 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from batchrun.config import ModelConfig
 from batchrun.engine import hook
-from batchrun.engine.acceptance import check_model
+from batchrun.engine.acceptance import check_model, paged_logits
 from batchrun.engine.attention.base import LayerCall
 from batchrun.engine.attention.registry import BACKENDS
 from batchrun.engine.attention.torch import TorchAttention
 from batchrun.engine.checkpoint import Checkpoint, open_checkpoint
+from batchrun.engine.layers import fuse_model
 from batchrun.engine.model import PagedModel, load_model
 from batchrun.engine.support import UnsupportedModel, is_vision_language, refusal
-from tests.engine.families import ALL_FAMILIES, SHAPE, build_model, make_model
+from tests.engine.families import ALL_FAMILIES, SHAPE, build_model, make_model, random_prompt
 
 ROUNDING = 1e-5  # what may be left of the error in float32
 WINDOWED = [family for family, config in ALL_FAMILIES.items() if config.get("sliding_window")]
@@ -37,6 +39,16 @@ def test_equals_eager_attention(family: str) -> None:
     assert refusal(model.module.config) is None
     for backend in {"torch", "cpu"} & set(BACKENDS):
         assert check_model(model, BACKENDS[backend]) < ROUNDING, backend
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_fused_layers_say_the_same(family: str) -> None:
+    model = PagedModel(build_model(family, hook.NAME))
+    prompts = [np.array(random_prompt(length, length), dtype=np.int32) for length in (30, 9)]
+    expected = paged_logits(model, TorchAttention, prompts, 15)
+    fuse_model(model)
+    logits = paged_logits(model, TorchAttention, prompts, 15)
+    assert (logits - expected).norm() < ROUNDING * expected.norm()
 
 
 class WithoutWindow(TorchAttention):

@@ -128,6 +128,30 @@ def test_equals_generate_from_cached_prefixes(
     assert_idle(engine_of(llm))
 
 
+FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.0, 2.0, 4.0, 8.0]}
+SCALED: dict[str, tuple[str, dict[str, Any], int]] = {
+    "yarn": ("llama", {"factor": 4.0}, 512),
+    "dynamic": ("llama", {"factor": 4.0}, 64),
+    "longrope": ("phi3", {"factor": 4.0, **FACTORS}, 64),
+}
+
+
+@pytest.mark.parametrize("scaling", SCALED)
+def test_equals_generate_with_scaled_rotary_embeddings(scaling: str, tmp_path: Path) -> None:
+    """Within the length up to which the scaling does not depend on the longest row of the batch."""
+    family, settings, limit = SCALED[scaling]
+    original = {"original_max_position_embeddings": 64}
+    rope = {"rope_type": scaling, "rope_theta": 10000.0, **original, **settings}
+    make_model(family, tmp_path, rope_parameters=rope, **original)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
+    llm = load(tmp_path, max_batched_tokens=32)
+    assert llm.checkpoint.max_model_len == limit
+    prompts = [prompt for prompt in PROMPTS if len(prompt) + MAX_TOKENS <= limit]
+    *completions, refused = llm.generate([*prompts, random_prompt(0, limit + 1)], SamplingParams(max_tokens=MAX_TOKENS))
+    assert token_ids(completions) == [generate(model, prompt) for prompt in prompts]
+    assert refused.finish_reason == "error"
+
+
 def test_refuses_pickled_weights_unless_allowed(tmp_path: Path, reference: Reference) -> None:
     make_model("llama", tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
