@@ -107,6 +107,7 @@ APART = {
     "input.streaming",
     "input.storage_options",
 }
+CSV = {"input.path": "ROWS", "input.format": "csv"}
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +127,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("input", "MOVED_INPUT"):
         (folder / name).mkdir()
         pq.write_table(table, folder / name / "rows.parquet")
-    (folder / "ROWS.CSV").write_text("id,text\n1,w4\n2,w5\n")
+    (folder / "ROWS").write_text("id,text\n1,w4\n2,w5\n")
     for base, output in (({}, "output"), (CSV, "output-csv")):
         with open_output(open_job(config(folder, base, output), weights=True)):
             pass
