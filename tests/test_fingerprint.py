@@ -75,7 +75,7 @@ IDENTITY: dict[str, Changed] = {
     "input.limit": one("input.limit", 5),
     "input.schema": one("input.schema", "union"),
     "input.types": one("input.types", {"id": "string"}),
-    "input.delimiter": one("input.delimiter", ";"),
+    "input.delimiter": one("input.delimiter", ","),
     "input.quote": one("input.quote", "'"),
     "output.chunk_rows": one("output.chunk_rows", 3),
     "output.completion": one("output.completion", "label"),
