@@ -9,6 +9,8 @@ import pytest
 import torch
 import transformers
 
+from batchrun.assets import cache_folder
+from tests.assets import prepare_gemma
 from tests.engine.families import make_model
 
 torch.set_num_threads(1)
@@ -32,3 +34,9 @@ def family_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
 @pytest.fixture(scope="session")
 def llama(family_folder: Callable[[str], Path]) -> Path:
     return family_folder("llama")
+
+
+@pytest.fixture(scope="session")
+def gemma() -> Path:
+    """Folder of Gemma 3 270M, a real base model with sliding windows, in bfloat16."""
+    return prepare_gemma(cache_folder())
