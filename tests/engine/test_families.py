@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +23,16 @@ from batchrun.engine.checkpoint import Checkpoint, open_checkpoint
 from batchrun.engine.layers import fuse_model
 from batchrun.engine.model import PagedModel, load_model
 from batchrun.engine.support import UnsupportedModel, is_vision_language, refusal
-from tests.engine.families import ALL_FAMILIES, SHAPE, build_model, make_model, random_prompt
+from tests.engine.families import (
+    ALL_FAMILIES,
+    FAMILIES,
+    HARD_FAMILIES,
+    MORE_FAMILIES,
+    SHAPE,
+    build_model,
+    make_model,
+    random_prompt,
+)
 
 ROUNDING = 1e-5  # what may be left of the error in float32
 WINDOWED = [family for family, config in ALL_FAMILIES.items() if config.get("sliding_window")]
@@ -191,3 +201,23 @@ def test_the_language_part_of_a_vision_language_model_works(family: str, tmp_pat
     auto_class.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     model = load_model(open_checkpoint(ModelConfig(path=str(tmp_path))), torch.device("cpu"), torch.float32)
     assert check_model(model, TorchAttention) < ROUNDING
+
+
+def test_the_page_of_models_is_in_step_with_these_tests() -> None:
+    page = Path(__file__).resolve().parents[2].joinpath("docs", "models.md").read_text(encoding="utf-8")
+    sections = {part.partition("\n")[0]: part.partition("\n")[2] for part in page.split("\n## ")}
+    lists = {
+        "Compared with generate": {**FAMILIES, **HARD_FAMILIES},
+        "Compared with eager attention": MORE_FAMILIES,
+        "Vision-language models": VISION_LANGUAGE,
+    }
+    for title, families in lists.items():
+        paragraphs = sections[title].split("\n\n")
+        (listed,) = (
+            text for text in paragraphs if text.startswith("`") and text.count("`, `") + text.count("`,\n`") > 9
+        )
+        assert re.findall(r"`([^`]+)`", listed) == sorted(families), title
+    assert f"weights; {len(FAMILIES) + len(HARD_FAMILIES)} families" in sections["Compared with generate"]
+    assert f"weights; {len(MORE_FAMILIES)} more families" in sections["Compared with eager attention"]
+    rows = [f"| `{family}` | {refusal(AutoConfig.for_model(family))} |" for family in sorted(REFUSED)]
+    assert [line for line in sections["Refused"].splitlines() if line.startswith("| `")] == rows
