@@ -66,8 +66,12 @@ def _run(config: Config) -> int:
 
     if wants := missing(config):
         raise ConfigError("\n  ".join(["the job is not complete:", *wants]) if len(wants) > 1 else wants[0])
-    demo.check(config)
     _log_to_stderr()
+    if config.mode in ("status", "merge"):
+        from batchrun.report import merge, status
+
+        return {"status": status.status, "merge": merge.merge}[config.mode](config)
+    demo.check(config)
     if config.mode == "run":
         drain = Drain(config.run.drain_seconds)
         # From here on, for torch alone takes seconds to import.

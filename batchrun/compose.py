@@ -62,6 +62,11 @@ def missing(config: Config) -> list[str]:
     """What the job still needs before it can start, each as a sentence; empty when nothing is missing."""
     prompt = any(getattr(config.prompt, key.partition(".")[2]) is not None for key in PROMPT_SOURCES)
     bench = config.mode == "bench"
+    if config.mode in ("status", "merge"):
+        folder = "output.path is not set: name the output folder of a job, e.g. output.path=out/labels"
+        target = "output.merge_path is not set: name a new folder for the merged files, e.g. out/labels-merged"
+        there = {folder: config.output.path, target: config.output.merge_path or config.mode == "status"}
+        return [sentence for sentence, given in there.items() if not given]
     wants = {
         "input.path is not set: name Parquet files, e.g. input.path=reviews/*.parquet": config.input.path or bench,
         "output.path is not set: name a folder, e.g. output.path=out/labels": config.output.path

@@ -14,7 +14,7 @@ from typing import Any
 
 from batchrun.errors import ConfigError
 
-MODES = ("run", "plan", "preview", "bench")
+MODES = ("run", "plan", "preview", "bench", "status", "merge")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION = ("auto", "torch", "cpu")
 INPUT_FORMATS = ("auto", "parquet", "jsonl", "csv", "arrow", "hf", "openai")
@@ -272,12 +272,15 @@ class LaunchConfig:
 
     def __post_init__(self) -> None:
         _range("launch.count", self.count, 1)
+    merge_path: str | None = setting(None, "mode=merge: new folder for the merged files", identity=False)
+    merge_mib: int = setting(512, "mode=merge: size of a merged file in MiB, at least", identity=False)
         _range("launch.index", self.index, 0, self.count - 1)
 
 
 @dataclass
 class RunConfig:
     """When a run ends before its work does, and how it shows that it lives."""
+        _range("output.merge_mib", self.merge_mib, 1)
 
     max_error_rate: float = setting(0.5, "stop when a larger share of the rows fails; 1: never", identity=False)
     min_rows: int = setting(100, "rows that must be finished before the share counts", identity=False)
@@ -359,7 +362,7 @@ class BenchConfig:
 class Config:
     """A whole job."""
 
-    mode: str = setting("run", "run, plan, preview or bench", identity=False)
+    mode: str = setting("run", "run, plan, preview, bench, status or merge", identity=False)
     preview_rows: int = setting(3, "rows shown by mode=preview", identity=False)
     retry: Any = setting(
         None, "make rows of finished parts again: error, length or both; sampling may differ then", identity=False

@@ -20,7 +20,9 @@ from batchrun.config import Config
 from batchrun.errors import ConfigError
 
 GROUPS = ("model", "engine", "sampling", "prompt", "input", "output", "launch", "bench")
-PATH_KEYS = frozenset({"model.path", "model.tokenizer", "input.path", "output.path", "prompt.template_file"})
+PATH_KEYS = frozenset(
+    {"model.path", "model.tokenizer", "input.path", "output.path", "output.merge_path", "prompt.template_file"}
+)
 TEXT_KEYS = frozenset(
     {"prompt.template", "prompt.system", "prompt.prefill", "prompt.chat_template", "sampling.stop", "input.delimiter"}
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import socket
 import time
 import uuid
@@ -63,14 +64,16 @@ def is_temporary(name: str) -> bool:
 
 
 def remove_stale(path: Path) -> None:
-    """Remove a temporary file whose process is gone: on this host by its id, on another one by a day's age."""
+    """Remove a temporary file or folder whose process is gone: on this host by its id, on another by a day's age."""
     host, _, pid = path.name.removesuffix(TEMPORARY).rpartition("-")[0].rpartition("-")
     try:
         if host.endswith(f".{socket.gethostname()}"):
             stale = pid.isdigit() and (int(pid) == os.getpid() or not alive(int(pid)))
         else:
             stale = time.time() - path.stat().st_mtime > FOREIGN_TEMP_AGE_S
-        if stale:
+        if stale and path.is_dir():
+            shutil.rmtree(path)
+        elif stale:
             path.unlink()
     except FileNotFoundError:
         return

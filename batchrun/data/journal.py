@@ -78,6 +78,11 @@ class Journal:
         """Parts, without suffix, for which there were files when the run began."""
         return list(self._files)
 
+    @property
+    def rows(self) -> int:
+        """Rows in open chunks that have a result."""
+        return sum(buffer.num_results for buffer in list(self._open.values()))
+
     def flush(self) -> None:
         """Bring everything that has come in to the disk. Raises BatchrunError if the disk refuses."""
         with self._flushing, explained(self.folder):

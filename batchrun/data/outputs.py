@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from batchrun.errors import InputError
 COMPLETION = "completion"
 SOURCE_FILE = "source_file"
 SOURCE_ROW = "source_row"
+COUNTS = b"batchrun.counts"  # in a part's footer: its failed rows by error_type
 RESULT_TYPES: dict[str, pa.DataType] = {
     COMPLETION: pa.string(),
     "finish_reason": pa.string(),
@@ -104,9 +106,14 @@ class OutputSchema:
         values[SOURCE_ROW] = _row_numbers(batches, chunk)
         added = [pa.array(values[key], type) for key, type in RESULT_TYPES.items()]
         schema = self.schema.with_metadata(
-            {**(self.schema.metadata or {}), **footer(self.fingerprint, chunk, source_name)}
+            {
+                **(self.schema.metadata or {}),
+                **footer(self.fingerprint, chunk, source_name),
+                COUNTS: json.dumps(errors, sort_keys=True).encode(),
+            }
         )
         return pa.Table.from_arrays([*carried.columns, *added], schema=schema)
+        errors = Counter(result.error_type or "error" for result in results if result.status == "error")
 
     def results(self, part: pa.Table) -> list[RowResult]:
         """What `table` was given for a part, from the part, in row order."""

@@ -81,6 +81,7 @@ class Report:
         return {
             "rows": progress.rows,
             "rows_done": progress.done,
+            "rows_open": self.output.journal.rows,
             "rows_made": metrics.rows,
             "rows_per_s": round(metrics.rows * per_second, 3),
             "tokens_per_s": round((metrics.prompt_tokens + metrics.completion_tokens) * per_second, 1),
