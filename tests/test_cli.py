@@ -73,7 +73,8 @@ TRAPS = [
     Typed(["sampling=creative"], "sampling.temperature", 0.8),
     Typed(["job=annotate", "prompt.template={{ review }}"], "prompt.template_file", None),
     Refused(
-        ["job=anotate"], "job=anotate is not one of annotate, demo, generate, summarise; did you mean job=annotate?"
+        ["job=anotate"],
+        "job=anotate is not one of annotate, article, bench, demo, generate, summarise; did you mean job=annotate?",
     ),
     Refused(["typo=1"], "there is no setting 'typo'"),
     Refused(["+typo=1"], "there is no setting 'typo'"),

@@ -20,8 +20,9 @@ from batchrun.engine.checkpoint import Checkpoint
 
 GEMM_ROWS = (64, 128, 256, 512)
 SQUARE = 2048
-SECONDS = 0.2  # spent on each measurement
-READ_BYTES = (64 * 2**20, 2**30)  # the buffer is as large as the weights, within these bounds
+SECONDS = 0.2  # spent on each product
+READ_SECONDS = 1.0
+READ_BYTES = (256 * 2**20, 2**30)  # the buffer is as large as the weights, within these bounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +142,14 @@ def _measure(shape: ModelShape, dtype: str, device: str, threads: int) -> Limits
     sizes = [(SQUARE, SQUARE, SQUARE)]
     for rows in GEMM_ROWS:
         sizes += [(rows, hidden, inner), (rows, inner, hidden), (rows, hidden, shape.vocabulary)]
-    rates = [2 * m * k * n / _best(product, place) for m, k, n in sizes for product in _products(m, k, n, kind, place)]
+    rates = [
+        2 * m * k * n / _best(product, place, SECONDS)
+        for m, k, n in sizes
+        for product in _products(m, k, n, kind, place)
+    ]
     size = min(max(shape.weight_bytes, READ_BYTES[0]), READ_BYTES[1])
     buffer = torch.ones(size // 4, device=place)
-    return Limits(max(rates), buffer.nbytes / _best(buffer.sum, place))
+    return Limits(max(rates), buffer.nbytes / _best(buffer.sum, place, READ_SECONDS))
 
 
 def _products(m: int, k: int, n: int, dtype: Any, device: Any) -> list[Callable[[], Any]]:
@@ -160,7 +165,7 @@ def _products(m: int, k: int, n: int, dtype: Any, device: Any) -> list[Callable[
     return ways
 
 
-def _best(call: Callable[[], Any], device: Any, seconds: float = SECONDS) -> float:
+def _best(call: Callable[[], Any], device: Any, seconds: float) -> float:
     """The shortest of the runs that fit into `seconds`, at least three."""
     import torch
 

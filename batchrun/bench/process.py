@@ -143,6 +143,7 @@ class EngineProcess:
         if select.select([stdout], [], [], self.around.limit_seconds)[0]:
             line = stdout.readline()
         elif self._process.poll() is None:
+            self._signal(signal.SIGKILL)
             raise EngineFailed(
                 f"{self.spec.label} took longer than bench.limit_seconds={self.around.limit_seconds:g} and was ended"
             )

@@ -25,17 +25,19 @@ from batchrun.bench.tiny import save_tiny_model
 from batchrun.config import Config
 from batchrun.data.runs import new_run_id
 from batchrun.engine import scheduler as scheduling
+from batchrun.engine.batch import Batch
 from batchrun.engine.engine import Engine
 from batchrun.engine.kv_cache import BlockPool
 from batchrun.engine.params import Request, SamplingParams
 from batchrun.errors import BatchrunError
 
 BLOCK_SIZE = 32
-PROMPT_TOKENS, OUTPUT_TOKENS = 48, 64  # of each row; outputs are even between 1 and twice that
+PROMPT_TOKENS, OUTPUT_TOKENS = 48, 64  # of each row; a row ends with each token at a chance of 1 in so many
+MOST_TOKENS = 4 * OUTPUT_TOKENS
 SETTLING_STEPS = 4 * OUTPUT_TOKENS  # before the first one that counts: rows that began together end apart
 JOB_ROWS = 100_000
 JOB_OUTPUT_TOKENS = 4
-TOKEN = 5  # what every row generates
+TOKEN, END = 5, 1  # what rows generate
 MICRO = 1e6
 
 
@@ -89,6 +91,7 @@ def measure_steps(waiting: int, running: int, steps: int) -> StepCost:
     adding = _add(engine, numbers, running + waiting)
     for _ in range(SETTLING_STEPS):
         _add(engine, numbers, len(engine.step()))
+    engine.take_steps()
     with (
         _timed(engine.scheduler, "schedule", timers["schedule"]),
         _timed(scheduling, "make_batch", timers["make_batch"]),
@@ -100,6 +103,7 @@ def measure_steps(waiting: int, running: int, steps: int) -> StepCost:
             done = len(engine.step())
             finished += done
             _add(engine, numbers, done)
+            engine.take_steps()
     micro = {name: MICRO * np.array(times) for name, times in timers.items()}
     micro["schedule"] = micro["schedule"] - micro["make_batch"]
     totals = np.sum(list(micro.values()), axis=0)
@@ -151,24 +155,27 @@ def measure_job(config: Config, rows: int) -> JobCost:
 
 def _model_free_engine(running: int) -> Engine:
     """An engine whose model computes nothing, with pages for all the rows that run."""
-    longest = PROMPT_TOKENS + 2 * OUTPUT_TOKENS
+    longest = PROMPT_TOKENS + MOST_TOKENS
     pool = BlockPool(running * (-(-longest // BLOCK_SIZE) + 1), BLOCK_SIZE)
     model: Any = SimpleNamespace(vocab_size=256, forward=lambda batch: None)
     tokenizer: Any = SimpleNamespace(decode=lambda ids, skip_special_tokens: "")
-    engine = Engine(model, tokenizer, pool, set(), longest, running, running * PROMPT_TOKENS)
-    engine._sample = lambda batch, logits: np.full(len(batch.sampled), TOKEN)  # type: ignore[method-assign]
+    engine = Engine(model, tokenizer, pool, {END}, longest, running, running * PROMPT_TOKENS)
+    rng = np.random.default_rng(0)
+
+    def sample(batch: Batch, logits: Any) -> np.ndarray:
+        return np.where(rng.random(len(batch.sampled)) < 1 / OUTPUT_TOKENS, END, TOKEN)
+
+    engine._sample = sample  # type: ignore[method-assign]
     return engine
 
 
 def _add(engine: Engine, numbers: Iterator[int], count: int) -> float:
     """Queue rows that share no prefix; returns the seconds of the engine's part."""
-    seconds = 0.0
+    seconds, params = 0.0, SamplingParams(max_tokens=MOST_TOKENS)
     for number in (next(numbers) for _ in range(count)):
-        rng = np.random.default_rng(number)
-        params = SamplingParams(max_tokens=int(rng.integers(1, 2 * OUTPUT_TOKENS)), ignore_eos=True)
-        request = Request(number, rng.integers(0, 256, size=PROMPT_TOKENS), params)
+        ids = np.random.default_rng(number).integers(0, 256, size=PROMPT_TOKENS)
         started = time.perf_counter()
-        engine.add(request)
+        engine.add(Request(number, ids, params))
         seconds += time.perf_counter() - started
     return seconds
 

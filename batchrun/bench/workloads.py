@@ -87,17 +87,21 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def own_workload(config: Config, limit: int | None = None) -> Workload:
-    """The rows of input.path under the name `input`, each with sampling.max_tokens to generate.
+    """The rows of input.path under the name `input`.
 
-    The prompt is the job's; without one it is column `prompt_ids`, else column `text` as a user message. Rows that
-    make no prompt are left out. Raises ConfigError, InputError.
+    The prompt is the job's; without one it is column `prompt_ids`, else column `text` as a user message. A row
+    generates sampling.max_tokens, or the max_tokens of its own in the column of prompt.params. Rows that make no
+    prompt are left out. Raises ConfigError, InputError.
     """
     from batchrun.job import open_job
 
     _choose_prompt(config)
     job = open_job(config, weights=False)
-    usable = (prompt.ids for prompt in _prompts(job) if prompt.error_type is None)
-    rows = [Row(ids, config.sampling.max_tokens) for ids in islice(usable, limit)]
+    usable = (prompt for prompt in _prompts(job) if prompt.error_type is None)
+    rows = [
+        Row(prompt.ids, (prompt.params or {}).get("max_tokens", config.sampling.max_tokens))
+        for prompt in islice(usable, limit)
+    ]
     if not rows:
         raise InputError(f"no row of {', '.join(config.input.path)} makes a prompt: mode=preview shows why")
     return Workload("input", rows)
