@@ -38,12 +38,12 @@ KINDS = {
     ),
     "vllm": Kind(
         "vllm",
-        {"max_num_seqs": 128, "max_batched_tokens": 2048, "prefix_caching": True, "enforce_eager": False},
+        {"max_num_seqs": 32, "max_batched_tokens": 2048, "prefix_caching": True, "enforce_eager": False},
     ),
     "openvino": Kind(
         "openvino_genai",
         {
-            "max_num_seqs": 128,
+            "max_num_seqs": 32,
             "max_batched_tokens": 1024,
             "prefix_caching": True,
             "split_fuse": True,

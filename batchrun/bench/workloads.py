@@ -27,7 +27,8 @@ INSTRUCTION = (
 )
 EXAMPLE = 'Text: {}\nAnswer: {{"sentiment": "neutral", "topic": "other", "summary": "{}"}}\n\n'
 UNEVEN = [32, 64, 96, 128, 192, 256, 384]  # output tokens of `generate`
-WARMUP_ROWS, WARMUP_TOKENS, WARMUP_OUTPUT = 8, 64, 8
+WARMUP_ROWS, WARMUP_TOKENS, WARMUP_OUTPUT = 8, 96, 8
+WARMUP_SHARED = 64  # tokens that the second half of them begins with
 
 
 @dataclass(slots=True)
@@ -108,14 +109,19 @@ def own_workload(config: Config, limit: int | None = None) -> Workload:
 
 
 def warmup_rows(workloads: Sequence[Workload], vocab_size: int) -> list[Row]:
-    """Rows that begin with a token that no row of the workloads begins with, so that no prefix is shared."""
+    """Rows that begin with a token that no row of the workloads begins with, so that nothing of them can be reused.
+
+    Among themselves half of them share a prefix: what an engine does about that is warmed up too.
+    """
     taken = {row.prompt_ids[0] for workload in workloads for row in workload.rows}
     rng = random.Random(SEED)
     free = [token for token in range(vocab_size) if token not in taken]
-    heads = rng.sample(free, min(WARMUP_ROWS, len(free)))
-    return [
-        Row([head, *(rng.randrange(vocab_size) for _ in range(WARMUP_TOKENS - 1))], WARMUP_OUTPUT) for head in heads
-    ]
+    heads = rng.sample(free, min(WARMUP_ROWS // 2, len(free)))
+    prompts = [[head, *(rng.randrange(vocab_size) for _ in range(WARMUP_TOKENS - 1))] for head in heads]
+    shared = prompts[0][:WARMUP_SHARED]
+    tail = WARMUP_TOKENS - WARMUP_SHARED
+    prompts += [[*shared, *(rng.randrange(vocab_size) for _ in range(tail))] for _ in range(WARMUP_ROWS // 2)]
+    return [Row(prompt, WARMUP_OUTPUT) for prompt in prompts]
 
 
 def _choose_prompt(config: Config) -> None:

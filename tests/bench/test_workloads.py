@@ -71,11 +71,13 @@ def test_the_first_rows_of_a_workload():
         fixed_workload("translate", tokenizer)
 
 
-def test_warm_up_shares_no_first_token_with_the_workloads_or_within_itself():
+def test_warm_up_shares_nothing_with_the_workloads_and_a_prefix_within_itself():
     workload = Workload("w", [Row([token, 9], 1) for token in range(40)])
     rows = warmup_rows([workload], 50)
     heads = [row.prompt_ids[0] for row in rows]
-    assert len(set(heads)) == len(rows) == 8
+    assert (len(rows), len(set(heads))) == (8, 4)
+    assert {tuple(row.prompt_ids[:64]) for row in rows[4:]} == {tuple(rows[0].prompt_ids[:64])}
+    assert len({tuple(row.prompt_ids) for row in rows}) == 8
     assert set(heads) <= set(range(40, 50))
     assert all(0 <= token < 50 for row in rows for token in row.prompt_ids)
     assert rows == warmup_rows([workload], 50)
