@@ -66,6 +66,8 @@ class Template:
         try:
             tree = ENVIRONMENT.parse(text)
             self._template = ENVIRONMENT.from_string(text)
+            # Jinja copies the globals for each row, and a ChainMap, which they are, takes longer than all the rest.
+            self._template.globals = dict(self._template.globals)
         except jinja2.TemplateSyntaxError as error:
             raise InputError(f"{key}, line {error.lineno}: {error.message}") from error
         if any(True for _ in jinja2.meta.find_referenced_templates(tree)):
