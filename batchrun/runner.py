@@ -10,7 +10,7 @@ from itertools import count, repeat
 import numpy as np
 import pyarrow as pa
 
-from batchrun.config import Config
+from batchrun.config import Config, SamplingConfig
 from batchrun.data.buffer import ChunkBuffer
 from batchrun.data.outputs import RowResult
 from batchrun.data.prompts import Prompt
@@ -143,7 +143,7 @@ def complete(
     engine: Engine | EnginePool, backlog: Backlog, report: Report, drain: Drain, watchdog: Watchdog
 ) -> Iterator[tuple[Row, RowResult | None]]:
     """Every row of the backlog with its result, in the order they finish; fewer if the run is asked to stop."""
-    keys = count()
+    keys, sampling = count(), RowSampling(backlog.config.sampling)
     flying: dict[Hashable, Row] = {}
     with closing(iter(backlog)) as rows:
         more = True
@@ -168,7 +168,7 @@ def complete(
                 else:
                     key = next(keys)
                     flying[key] = row
-                    engine.add(Request(key, row.prompt.ids, sampling_params(backlog.config, row)))
+                    engine.add(Request(key, row.prompt.ids, sampling.of(row)))
             if engine.has_work():
                 for completion in engine.step():
                     yield flying.pop(completion.key), finished(completion)
@@ -180,20 +180,31 @@ def complete(
             report.check()
 
 
-def sampling_params(config: Config, row: Row) -> SamplingParams:
-    """The job's parameters with the row's own in their place.
+class RowSampling:
+    """The sampling parameters of each row: the job's, with the row's own in their place."""
 
-    A row without a seed of its own gets one that follows from the job's seed and the row's identity.
-    """
-    own = (row.prompt.params if row.prompt else None) or {}
-    s = row_sampling(config.sampling, own)
-    seed = s.seed if "seed" in own else row_seed(s.seed, row.buffer.source_name, row.number)
+    def __init__(self, config: SamplingConfig) -> None:
+        self.config = config
+        self.greedy = _params(config, seed=0) if config.temperature == 0 else None
+
+    def of(self, row: Row) -> SamplingParams:
+        """A row without a seed of its own gets one that follows from the job's seed and the row's identity."""
+        own = (row.prompt.params if row.prompt else None) or {}
+        if self.greedy is not None and not own:
+            return self.greedy
+        s = row_sampling(self.config, own)
+        if s.temperature == 0:
+            return _params(s, seed=0)
+        return _params(s, s.seed if "seed" in own else row_seed(s.seed, row.buffer.source_name, row.number))
+
+
+def _params(s: SamplingConfig, seed: int) -> SamplingParams:
     return SamplingParams(
         max_tokens=s.max_tokens,
         temperature=s.temperature,
         top_p=s.top_p,
         top_k=s.top_k,
-        seed=seed if s.temperature > 0 else 0,
+        seed=seed,
         stop=tuple(s.stop),
         stop_token_ids=tuple(s.stop_token_ids),
         ignore_eos=s.ignore_eos,

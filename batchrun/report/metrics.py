@@ -6,6 +6,7 @@ import dataclasses
 import os
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -68,7 +69,8 @@ class Metrics:
         self.last_step: StepStats | None = None
         self._first_step: float | None = None
         self._origin = time.perf_counter()
-        self._tables: list[_Table] = []
+        self._rows: list[tuple[str, int, RowResult]] = []
+        self._tables: dict[str, _Table] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -76,7 +78,9 @@ class Metrics:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for table in self._tables:
+        if self._rows:
+            self._write_rows()
+        for table in self._tables.values():
             table.close()
         if self.rows:
             with explained(self.folder):
@@ -92,10 +96,12 @@ class Metrics:
         self.completion_tokens += result.completion_tokens
         self.statuses[result.status] += 1
         self.finish_reasons[result.finish_reason or "none"] += 1
-        if result.error_type is not None:
-            self.error_types[result.error_type] += 1
-        values = {name: getattr(result, name) for name in ROWS.names[2:]}
-        self._table("rows", ROWS, {"source_file": source, "source_row": number, **values})
+        if result.status == "error":
+            self.error_types[result.error_type or "error"] += 1
+        if self.config.report.metrics:
+            self._rows.append((source, number, result))
+            if len(self._rows) >= BUFFERED:
+                self._write_rows()
 
     def add_step(self, step: StepStats | None) -> None:
         """The engine made a step."""
@@ -131,36 +137,44 @@ class Metrics:
             "error_types": dict(self.error_types),
         }
 
-    def _table(self, name: str, schema: pa.Schema, values: dict[str, Any]) -> None:
-        if not self.config.report.metrics:
-            return
-        table = next((table for table in self._tables if table.name == name), None)
-        if table is None:
-            table = _Table(self.folder, name, schema)
-            self._tables.append(table)
-        table.add(values)
+    def _write_rows(self) -> None:
+        sources, numbers, results = zip(*self._rows, strict=True)
+        columns = {name: [getattr(result, name) for result in results] for name in ROWS.names[2:]}
+        self._rows = []
+        self._table("rows", ROWS).add({"source_file": sources, "source_row": numbers, **columns})
+
+    def _table(self, name: str, schema: pa.Schema) -> _Table:
+        if name not in self._tables:
+            self._tables[name] = _Table(self.folder, name, schema)
+        return self._tables[name]
 
 
 class _Table:
-    """A Parquet file that grows by row groups of BUFFERED rows. A run that dies leaves it without a footer."""
+    """A Parquet file that grows by row groups of BUFFERED rows. A run that dies leaves it without a footer.
+
+    Raises BatchrunError if the disk refuses.
+    """
 
     def __init__(self, folder: Path, name: str, schema: pa.Schema) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.name = name
+        self.path = folder / f"{name}.parquet"
         self.schema = schema
-        self._writer = pq.ParquetWriter(folder / f"{name}.parquet", schema, compression="zstd")
+        with explained(self.path):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._writer = pq.ParquetWriter(self.path, schema, compression="zstd")
         self._columns: dict[str, list[Any]] = {column: [] for column in schema.names}
 
-    def add(self, values: dict[str, Any]) -> None:
-        for column, value in values.items():
-            self._columns[column].append(value)
+    def add(self, columns: Mapping[str, Sequence[Any]]) -> None:
+        for name, values in columns.items():
+            self._columns[name].extend(values)
         if len(self._columns[self.schema.names[0]]) >= BUFFERED:
             self._flush()
 
     def close(self) -> None:
         self._flush()
-        self._writer.close()
+        with explained(self.path):
+            self._writer.close()
 
     def _flush(self) -> None:
-        self._writer.write_table(pa.table(self._columns, schema=self.schema))
+        with explained(self.path):
+            self._writer.write_table(pa.table(self._columns, schema=self.schema))
         self._columns = {column: [] for column in self.schema.names}
