@@ -252,12 +252,15 @@ class OutputConfig:
         5.0, "seconds between writes of finished rows whose part is not complete yet", identity=False
     )
 
+    merge_path: str | None = setting(None, "mode=merge: new folder for the merged files", identity=False)
+    merge_mib: int = setting(512, "mode=merge: size of a merged file in MiB, at least", identity=False)
     overwrite: bool = setting(False, "replace the output of a job with other settings or input", identity=False)
 
     def __post_init__(self) -> None:
         _range("output.chunk_rows", self.chunk_rows, 1)
         _choice("output.compression", self.compression, COMPRESSION)
         _range("output.journal_seconds", self.journal_seconds, 0.01)
+        _range("output.merge_mib", self.merge_mib, 1)
         if not self.completion:
             raise ConfigError("output.completion is empty: name the column for the generated text")
         self.columns = None if self.columns is None else _strings("output.columns", self.columns)
@@ -272,15 +275,12 @@ class LaunchConfig:
 
     def __post_init__(self) -> None:
         _range("launch.count", self.count, 1)
-    merge_path: str | None = setting(None, "mode=merge: new folder for the merged files", identity=False)
-    merge_mib: int = setting(512, "mode=merge: size of a merged file in MiB, at least", identity=False)
         _range("launch.index", self.index, 0, self.count - 1)
 
 
 @dataclass
 class RunConfig:
     """When a run ends before its work does, and how it shows that it lives."""
-        _range("output.merge_mib", self.merge_mib, 1)
 
     max_error_rate: float = setting(0.5, "stop when a larger share of the rows fails; 1: never", identity=False)
     min_rows: int = setting(100, "rows that must be finished before the share counts", identity=False)

@@ -112,7 +112,9 @@ class Metrics:
         self._first_step = now - step.seconds if self._first_step is None else self._first_step
         self.engine_seconds = now - self._first_step
         self.last_step = step
-        self._table("steps", STEPS, {"at_s": time.perf_counter() - self._origin, **dataclasses.asdict(step)})
+        if self.config.report.metrics:
+            values = {"at_s": now - self._origin, **dataclasses.asdict(step)}
+            self._table("steps", STEPS).add({name: [values[name]] for name in STEPS.names})
 
     def summary(self) -> dict[str, Any]:
         """What the run came to, as plain values. Rates are over the time from the first engine step to the last."""
