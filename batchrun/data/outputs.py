@@ -105,6 +105,7 @@ class OutputSchema:
         values[SOURCE_FILE] = [source_name] * rows
         values[SOURCE_ROW] = _row_numbers(batches, chunk)
         added = [pa.array(values[key], type) for key, type in RESULT_TYPES.items()]
+        errors = Counter(result.error_type or "error" for result in results if result.status == "error")
         schema = self.schema.with_metadata(
             {
                 **(self.schema.metadata or {}),
@@ -113,7 +114,6 @@ class OutputSchema:
             }
         )
         return pa.Table.from_arrays([*carried.columns, *added], schema=schema)
-        errors = Counter(result.error_type or "error" for result in results if result.status == "error")
 
     def results(self, part: pa.Table) -> list[RowResult]:
         """What `table` was given for a part, from the part, in row order."""
