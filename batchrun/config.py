@@ -21,6 +21,8 @@ INPUT_FORMATS = ("auto", "parquet", "jsonl", "csv", "arrow", "hf", "openai")
 SCHEMA_MODES = ("strict", "intersect", "union")
 RETRIES = ("error", "length")
 PROMPT_KINDS = ("chat", "completion")
+OVERLONG = ("error", "truncate_left", "truncate_right", "truncate_middle", "skip")
+ON_EMPTY = ("error", "skip", "send")
 BENCH_KINDS = ("engines", "scheduler", "article")
 COMPRESSION = ("zstd", "snappy", "gzip", "lz4", "none")
 
@@ -162,9 +164,27 @@ class PromptConfig:
     prefill: str | None = setting(None, "text that the answer starts with (a Jinja2 template too)", identity=True)
     chat_template: str | None = setting(None, "chat template text, or a file, in place of the model's", identity=True)
     chat_template_kwargs: dict[str, Any] = setting({}, "extra variables for the chat template", identity=True)
+    overlong: str = setting(
+        "error",
+        "what becomes of a prompt that is too long: error, skip, or truncate_left, _right or _middle to cut its text",
+        identity=True,
+    )
+    reserve_tokens: int | None = setting(
+        None,
+        "tokens of the window that a prompt must leave; default: 1, and the row's max_tokens where prompts are cut",
+        identity=True,
+    )
+    on_empty: str = setting(
+        "error",
+        "what becomes of a row whose columns in the prompt are all null or blank: error, skip or send",
+        identity=True,
+    )
 
     def __post_init__(self) -> None:
         _choice("prompt.kind", self.kind, PROMPT_KINDS)
+        _choice("prompt.overlong", self.overlong, OVERLONG)
+        _choice("prompt.on_empty", self.on_empty, ON_EMPTY)
+        _range("prompt.reserve_tokens", self.reserve_tokens, 1)
         given = [k for k in ("template", "template_file", "messages", "prompt_ids") if getattr(self, k) is not None]
         if len(given) > 1:
             raise ConfigError(

@@ -16,7 +16,7 @@ from batchrun.config import Config
 from batchrun.data.manifest import fingerprint
 from batchrun.data.outputs import OutputSchema
 from batchrun.data.plan import Chunk
-from batchrun.data.prompts import Prompt
+from batchrun.data.prompt import Prompt
 from batchrun.engine.checkpoint import Checkpoint
 from batchrun.engine.memory import KvShape, kv_budget
 from batchrun.engine.model import choose_device, choose_dtype
@@ -71,9 +71,10 @@ def _prompts(job: Job, chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, int, li
 
 
 def _print_prompt(job: Job, source: str, number: int, prompt: Prompt) -> None:
-    print(f"--- {source} row {number}: {len(prompt.ids):,} tokens")
+    cut = f" ({prompt.truncated_tokens:,} more were cut)" if prompt.truncated_tokens else ""
+    print(f"--- {source} row {number}: {len(prompt.ids):,} tokens{cut}")
     if prompt.error_type is not None:
-        print(f"{prompt.error_type}: {prompt.error}")
+        print(f"{'skipped: ' if prompt.skipped else ''}{prompt.error_type}: {prompt.error}")
     elif prompt.ids:
         print(job.tokenizer.decode(prompt.ids, skip_special_tokens=False))
 

@@ -1,4 +1,18 @@
-"""What can go wrong on purpose, and the exit code of each: see docs/exit-codes.md."""
+"""What can go wrong on purpose: with a run, each with its exit code (docs/exit-codes.md), and with a single row."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+# What the column `error_type` may hold. docs/output.md says what each means.
+ErrorType = Literal[
+    "invalid_row",
+    "template_error",
+    "empty_prompt",
+    "prompt_too_long",
+    "constraint_error",
+    "engine_error",
+]
 
 
 class BatchrunError(Exception):

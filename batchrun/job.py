@@ -91,7 +91,9 @@ def open_job(config: Config, *, weights: bool) -> Job:
     checkpoint = open_checkpoint(config.model, weights=weights, offline=config.offline)
     tokenizer = load_tokenizer(checkpoint, offline=config.offline)
     folders = [Path(config.prompt.template_file).parent] if config.prompt.template_file else []
-    prompts = PromptBuilder(config.prompt, tokenizer, source.schema, checkpoint.max_model_len, folders)
+    prompts = PromptBuilder(
+        config.prompt, tokenizer, source.schema, checkpoint.max_model_len, folders, config.sampling.max_tokens
+    )
     return Job(config, checkpoint, tokenizer, source, Plan(source.files, config.output.chunk_rows), prompts)
 
 

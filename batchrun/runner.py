@@ -13,7 +13,7 @@ import pyarrow as pa
 from batchrun.config import Config, SamplingConfig
 from batchrun.data.buffer import ChunkBuffer
 from batchrun.data.outputs import RowResult
-from batchrun.data.prompts import Prompt
+from batchrun.data.prompt import Prompt
 from batchrun.data.row_params import row_sampling
 from batchrun.engine.engine import Engine, row_seed
 from batchrun.engine.llm import load_engine
@@ -171,7 +171,8 @@ def complete(
                     engine.add(Request(key, row.prompt.ids, sampling.of(row)))
             if engine.has_work():
                 for completion in engine.step():
-                    yield flying.pop(completion.key), finished(completion)
+                    row = flying.pop(completion.key)
+                    yield row, finished(row, completion)
             steps = engine.take_steps()
             for step in steps:
                 report.add_step(step)
@@ -213,17 +214,18 @@ def _params(s: SamplingConfig, seed: int) -> SamplingParams:
 
 
 def refused(prompt: Prompt) -> RowResult:
-    """A row that could not be sent to the engine."""
+    """A row that could not be sent to the engine, or is not to be."""
+    status = "skipped" if prompt.skipped else "error"
     return RowResult(
-        status="error",
-        finish_reason="error",
+        status=status,
+        finish_reason=status,
         error_type=prompt.error_type,
         error=prompt.error,
         prompt_tokens=len(prompt.ids),
     )
 
 
-def finished(completion: Completion) -> RowResult:
+def finished(row: Row, completion: Completion) -> RowResult:
     """A row that the engine is done with."""
     failed = completion.error_type is not None
     return RowResult(
@@ -233,8 +235,10 @@ def finished(completion: Completion) -> RowResult:
         error_type=completion.error_type,
         error=completion.error,
         prompt_tokens=completion.prompt_tokens,
+        truncated_tokens=row.prompt.truncated_tokens if row.prompt else 0,
         cached_tokens=completion.cached_tokens,
         completion_tokens=len(completion.token_ids),
+        max_tokens=completion.max_tokens,
         queue_s=completion.queue_s,
         first_token_s=completion.first_token_s,
         total_s=completion.total_s,

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
+
+from batchrun.data.values import is_blank
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 SYSTEM_ROLES = ("system", "developer")
 
 Message = dict[str, Any]
+
+
+class NoMessages(ValueError):
+    """There is not one."""
 
 
 def message(role: str, content: str) -> Message:
@@ -46,18 +53,29 @@ def is_list(type: pa.DataType) -> bool:
 def parse_messages(value: Any) -> list[Message]:
     """The messages of one row: at least one, each with a known role and content, keys without value left out.
 
-    Raises ValueError saying what is wrong.
+    Raises ValueError saying what is wrong, NoMessages where nothing is but that there is none.
     """
-    if isinstance(value, str):
+    if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"not JSON: {error}") from error
-    if not value:
-        raise ValueError("no messages" if value == [] else "null")
+    if is_blank(value):
+        raise NoMessages("null" if value is None else "no messages")
     if not isinstance(value, list):
         raise ValueError(f"not a list of messages but {type(value).__name__}")
     return [_parse_message(number, message) for number, message in enumerate(value)]
+
+
+def is_empty(message: Message) -> bool:
+    """Whether a message says nothing. What the system says is nothing by itself."""
+    return message["role"] in SYSTEM_ROLES or (is_blank(message.get("content")) and not message.get("tool_calls"))
+
+
+def longest_turn(messages: Sequence[Message]) -> Message | None:
+    """Which message to cut when a conversation is too long: the user's longest that is text, the last of equals."""
+    turns = [m for m in messages if m["role"] == "user" and isinstance(m.get("content"), str)]
+    return max(reversed(turns), key=lambda turn: len(turn["content"]), default=None)
 
 
 def _parse_message(number: int, message: Any) -> Message:

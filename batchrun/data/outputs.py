@@ -20,7 +20,7 @@ from batchrun.data.formats.base import ROW_NUMBER
 from batchrun.data.plan import Chunk
 from batchrun.data.schemas import column_list, conform
 from batchrun.data.values import clean_text
-from batchrun.errors import InputError
+from batchrun.errors import ErrorType, InputError
 
 COMPLETION = "completion"
 SOURCE_FILE = "source_file"
@@ -33,8 +33,10 @@ RESULT_TYPES: dict[str, pa.DataType] = {
     "error_type": pa.string(),
     "error": pa.string(),
     "prompt_tokens": pa.int32(),
+    "truncated_tokens": pa.int32(),
     "cached_tokens": pa.int32(),
     "completion_tokens": pa.int32(),
+    "max_tokens": pa.int32(),
     SOURCE_FILE: pa.string(),
     SOURCE_ROW: pa.int64(),
     "queue_s": pa.float32(),
@@ -52,13 +54,15 @@ class RowResult:
     """
 
     text: str | None = None
-    finish_reason: str | None = None  # stop | length | error | abort
-    status: str = "ok"  # ok | error
-    error_type: str | None = None
+    finish_reason: str | None = None  # stop | length | error | skipped
+    status: str = "ok"  # ok | error | skipped
+    error_type: ErrorType | None = None  # of a skipped row: why
     error: str | None = None
     prompt_tokens: int = 0
+    truncated_tokens: int = 0  # that the prompt had before it was cut to fit
     cached_tokens: int = 0
     completion_tokens: int = 0
+    max_tokens: int | None = None  # that the completion could have had, in what the prompt leaves of the window
     queue_s: float = 0.0
     first_token_s: float = 0.0
     total_s: float = 0.0

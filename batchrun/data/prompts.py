@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,49 +14,31 @@ from batchrun.data.formats.base import ROW_ERROR
 from batchrun.data.messages import (
     SYSTEM_ROLES,
     Message,
+    NoMessages,
+    is_empty,
     is_list,
     is_messages_type,
+    longest_turn,
     message,
     parse_messages,
     storage_type,
 )
+from batchrun.data.prompt import Draft, Prompt, RowError
 from batchrun.data.row_params import is_params_type, parse_params
 from batchrun.data.schemas import column_list
 from batchrun.data.templates import Template, read_text
-from batchrun.data.tokens import leading_specials, vocab_size, with_leading
-from batchrun.data.values import clean_text, to_python
-from batchrun.errors import InputError
-
-
-@dataclass(slots=True)
-class Prompt:
-    """What one row sends to the model, or why it sends nothing.
-
-    `ids` is kept for a prompt that is too long, so that its length can be reported. `text` is the whole rendered
-    text, None for ready ids and for rows whose text could not be made.
-    """
-
-    ids: list[int]
-    error_type: str | None = None  # template_error | invalid_row | empty_prompt | prompt_too_long
-    error: str | None = None
-    text: str | None = None
-    params: dict[str, Any] | None = None  # the row's own sampling parameters, by their names in the config
-
-
-class RowError(Exception):
-    """One row cannot be sent. `error_type` is what its output row shows."""
-
-    def __init__(self, error_type: str, message: str) -> None:
-        super().__init__(message)
-        self.error_type = error_type
+from batchrun.data.tokens import vocab_size
+from batchrun.data.values import clean_text, is_blank, to_python
+from batchrun.data.window import Window
+from batchrun.errors import ErrorType, InputError
 
 
 class PromptBuilder:
     """Turns batches of rows into prompts. Everything that can be known without rows is checked on construction.
 
-    `tokenizer` is a transformers tokenizer; `schema` holds the columns there are; a prompt has fewer than
-    `max_model_len` tokens, so that at least one can be generated; relative template files are looked up in
-    `template_folders` first. Raises InputError.
+    `tokenizer` is a transformers tokenizer; `schema` holds the columns there are; `max_model_len` and `max_tokens`
+    bound the prompts as in Window; relative template files are looked up in `template_folders` first.
+    Raises InputError.
     """
 
     def __init__(
@@ -67,19 +48,21 @@ class PromptBuilder:
         schema: pa.Schema,
         max_model_len: int,
         template_folders: Sequence[Path] = (),
+        max_tokens: int = 1,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
         self.schema = schema
-        self.max_model_len = max_model_len
         self.folders = template_folders
+        policies = {"empty_prompt": config.on_empty, "prompt_too_long": config.overlong}
+        self.skipped = {error_type for error_type, policy in policies.items() if policy == "skip"}
         self.template = self._prompt_template()
         self.system = self._optional_template("system", config.system)
         self.prefill = self._optional_template("prefill", config.prefill)
         self.examples = [message(role, example[role]) for example in config.examples for role in ("user", "assistant")]
         self._check_columns()
         self.columns = self._needed_columns()
-        self.leading = leading_specials(tokenizer)
+        self.window = Window(config, tokenizer, max_model_len, max_tokens)
         self.vocab_size = vocab_size(tokenizer) if config.prompt_ids else 0
         self.chat_template: ChatTemplate | None = None
         if config.kind == "chat" and config.prompt_ids is None:
@@ -100,16 +83,17 @@ class PromptBuilder:
         columns = [to_python(batch.column(name)) for name in self.columns]
         rows = zip(*columns, strict=True) if columns else [()] * batch.num_rows
         broken = batch.column(ROW_ERROR).to_pylist() if ROW_ERROR in batch.schema.names else [None] * batch.num_rows
-        prompts = [
-            self._build_row(dict(zip(self.columns, values, strict=True)))
+        drafts = [
+            self._draft(dict(zip(self.columns, values, strict=True)))
             if why is None
-            else Prompt([], "invalid_row", why)
+            else Draft(Prompt([], "invalid_row", why))
             for values, why in zip(rows, broken, strict=True)
         ]
-        self._tokenize([prompt for prompt in prompts if prompt.text is not None])
-        for prompt in prompts:
-            self._check_length(prompt)
-        return prompts
+        self.window.tokenize([draft.prompt for draft in drafts if draft.prompt.text is not None])
+        for draft in drafts:
+            self.window.fit(draft)
+            draft.prompt.skipped = draft.prompt.error_type in self.skipped
+        return [draft.prompt for draft in drafts]
 
     def _prompt_template(self) -> Template | None:
         config = self.config
@@ -149,7 +133,6 @@ class PromptBuilder:
                     f"prompt.prompt_ids sends ready token ids, so prompt.{' and prompt.'.join(ignored)} would not be "
                     "used: set the others to null"
                 )
-
         if config.params is not None:
             found = self._type_of("prompt.params", config.params)
             if not is_params_type(found):
@@ -169,30 +152,40 @@ class PromptBuilder:
             needed |= set(template.columns if template else ())
         return [name for name in self.schema.names if name in needed]
 
-    def _build_row(self, row: dict[str, Any]) -> Prompt:
+    def _draft(self, row: dict[str, Any]) -> Draft:
         try:
             for name, value in row.items():
                 if isinstance(value, ValueError):
                     raise RowError("invalid_row", f"column {name}: {value}")
             params = None if self.config.params is None else self._params(row[self.config.params])
             if self.config.prompt_ids is not None:
-                return Prompt(self._ready_ids(row[self.config.prompt_ids]), params=params)
-            return Prompt([], text=clean_text(self._text(row)), params=params)
+                return Draft(Prompt(self._ready_ids(row[self.config.prompt_ids]), params=params))
+            body, whole = self._text(row)
+            return Draft(Prompt([], text=whole(body), params=params), body, whole)
         except RowError as error:
-            return Prompt([], error.error_type, clean_text(str(error)))
+            return Draft(Prompt([], error.error_type, clean_text(str(error))))
 
-    def _text(self, row: dict[str, Any]) -> str:
+    def _text(self, row: dict[str, Any]) -> tuple[str, Callable[[str], str]]:
+        """The text that may be cut, and what makes the whole prompt of it."""
         prefill = _render(self.prefill, row) if self.prefill else ""
         if self.chat_template is None:
-            return self._body(row) + prefill
-        messages = self._messages(row)
+            return clean_text(self._body(row)), lambda body: clean_text(body + prefill)
+        given = [message("user", self._body(row))] if self.template else self._column_messages(row)
+        turn = longest_turn(given)
+        messages = self._conversation(given, row)
+        body = clean_text(turn["content"]) if turn else ""
+        return body, lambda body: clean_text(self._rendered(messages, turn, body) + prefill)
+
+    def _rendered(self, messages: list[Message], turn: Message | None, body: str) -> str:
+        """The conversation with another text in place of one turn's."""
+        assert self.chat_template is not None, "only chats have messages"
         try:
-            return self.chat_template.render(messages) + prefill
+            return self.chat_template.render([{**m, "content": body} if m is turn else m for m in messages])
         except Exception as error:
             raise RowError("template_error", f"chat template: {reason(error)}") from error
 
-    def _messages(self, row: dict[str, Any]) -> list[Message]:
-        given = [message("user", self._body(row))] if self.template else self._column_messages(row)
+    def _conversation(self, given: list[Message], row: dict[str, Any]) -> list[Message]:
+        """A row's messages among those of the job."""
         system: list[Message] = []
         if self.system and not any(given_message["role"] in SYSTEM_ROLES for given_message in given):
             text = _render(self.system, row)
@@ -207,14 +200,21 @@ class PromptBuilder:
         text = _render(self.template, row)
         if not text.strip():
             raise RowError("empty_prompt", f"{self.template.key} renders no text for this row")
+        names = self.template.columns
+        if names and self.config.on_empty != "send" and all(is_blank(row[name]) for name in names):
+            raise RowError("empty_prompt", f"null or blank: {', '.join(names)}")
         return text
 
     def _column_messages(self, row: dict[str, Any]) -> list[Message]:
         column = str(self.config.messages)
         try:
-            return parse_messages(row[column])
+            messages = parse_messages(row[column])
         except ValueError as error:
-            raise RowError("invalid_row", f"column {column}: {error}") from error
+            kind: ErrorType = "empty_prompt" if isinstance(error, NoMessages) else "invalid_row"
+            raise RowError(kind, f"column {column}: {error}") from error
+        if self.config.on_empty != "send" and all(is_empty(message) for message in messages):
+            raise RowError("empty_prompt", f"column {column}: no message has text")
+        return messages
 
     def _params(self, value: Any) -> dict[str, Any]:
         try:
@@ -225,44 +225,13 @@ class PromptBuilder:
     def _ready_ids(self, ids: Any) -> list[int]:
         column = self.config.prompt_ids
         if not ids:
-            raise RowError("invalid_row", f"column {column}: {'null' if ids is None else 'no token ids'}")
+            raise RowError("empty_prompt", f"column {column}: {'null' if ids is None else 'no token ids'}")
         for number, token in enumerate(ids):
             if token is None or not 0 <= token < self.vocab_size:
                 raise RowError(
                     "invalid_row", f"column {column}: token {number} is {token}; ids go from 0 to {self.vocab_size - 1}"
                 )
         return list(ids)
-
-    def _tokenize(self, prompts: list[Prompt]) -> None:
-        """Fill in `ids` of prompts with text: all in one call, or one by one to find the row that cannot be."""
-        try:
-            for prompt, ids in zip(prompts, self._ids([str(prompt.text) for prompt in prompts]), strict=True):
-                prompt.ids = with_leading(ids, self.leading)
-        except Exception as error:
-            if len(prompts) == 1:
-                prompts[0].error_type, prompts[0].error = "invalid_row", f"the tokenizer refuses the text: {error}"
-                return
-            for prompt in prompts:
-                self._tokenize([prompt])
-
-    def _ids(self, texts: list[str]) -> list[list[int]]:
-        if not texts:
-            return []
-        encoded = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-        ids: list[list[int]] = encoded["input_ids"]
-        return ids
-
-    def _check_length(self, prompt: Prompt) -> None:
-        if prompt.error_type is not None:
-            return
-        if not prompt.ids:
-            prompt.error_type, prompt.error = "empty_prompt", "the prompt has no tokens"
-        elif len(prompt.ids) >= self.max_model_len:
-            prompt.error_type = "prompt_too_long"
-            prompt.error = (
-                f"the prompt has {len(prompt.ids)} tokens, and model.max_model_len={self.max_model_len} "
-                f"leaves room for at most {self.max_model_len - 1}"
-            )
 
 
 def _render(template: Template, row: dict[str, Any]) -> str:

@@ -15,6 +15,11 @@ def clean_text(text: str) -> str:
     return text if text.isascii() else SURROGATE.sub("\ufffd", text)
 
 
+def is_blank(value: Any) -> bool:
+    """Whether a value has nothing to say: null, blank text, an empty list or struct."""
+    return not value.strip() if isinstance(value, str) else value is None or value in ([], {})
+
+
 def to_python(array: pa.Array) -> list[Any]:
     """One Python object a row. A value that Python cannot hold (a year 20000, broken UTF-8) is a ValueError instead.
 

@@ -17,6 +17,7 @@ from batchrun.engine.params import Completion, Request
 from batchrun.engine.sampler import sample
 from batchrun.engine.scheduler import Scheduler
 from batchrun.engine.sequence import Sequence
+from batchrun.errors import ErrorType
 
 # How a row ended: (text if it differs from what its tokens decode to, what stopped it, finish reason).
 _End = tuple[str | None, str | int | None, str]
@@ -185,6 +186,7 @@ class Engine:
             token_ids=token_ids,
             finish_reason=finish_reason,
             stop_reason=stop_reason,
+            max_tokens=sequence.max_total - sequence.num_prompt,
             prompt_tokens=sequence.num_prompt,
             cached_tokens=sequence.cached_tokens,
             queue_s=sequence.admitted_at - sequence.arrived_at,
@@ -193,6 +195,7 @@ class Engine:
         )
 
     def _refuse(self, request: Request, ids: np.ndarray) -> Completion | None:
+        kind: ErrorType
         if len(ids) == 0:
             kind, why = "empty_prompt", "the prompt has no tokens"
         elif len(ids) >= self.max_model_len:

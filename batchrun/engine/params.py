@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from batchrun.errors import ErrorType
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -61,8 +63,9 @@ class Completion:
     token_ids: list[int]
     finish_reason: str  # stop | length | error | abort
     stop_reason: str | int | None = None  # the stop string or token id that ended it
-    error_type: str | None = None
+    error_type: ErrorType | None = None
     error: str | None = None
+    max_tokens: int | None = None  # that there could have been, in what the prompt leaves of the window
     prompt_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens whose KV was found in the cache
     queue_s: float = 0.0

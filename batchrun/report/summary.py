@@ -32,6 +32,8 @@ def print_summary(output: Output, done: np.ndarray, metrics: Metrics) -> None:
         if metrics.error_types:
             kinds = ", ".join(f"{count:,} {kind}" for kind, count in metrics.error_types.most_common())
             print(f"{'errors':<14}{kinds}")
+        if skipped := metrics.statuses["skipped"]:
+            print(f"{'skipped':<14}{skipped:,}")
         print(f"{'prompt':<14}{metrics.prompt_tokens:,} tokens, {metrics.cached_tokens:,} of them cached")
         print(f"{'output':<14}{metrics.completion_tokens:,} tokens")
         print(

@@ -95,7 +95,7 @@ def test_table_golden() -> None:
     batches = pa.table({"id": [7, 8, 9]}).to_batches(max_chunksize=2)
     output = made(batches[0].schema)
     table = output.table(batches, Chunk(2, 1, 100, 103), "in/a.parquet", [OK, BAD, RowResult("")])
-    assert table.drop_columns(["queue_s", "first_token_s", "total_s"]).to_pydict() == {
+    assert table.drop_columns(["queue_s", "first_token_s", "total_s", "truncated_tokens"]).to_pydict() == {
         "id": [7, 8, 9],
         "completion": ["good", None, ""],
         "finish_reason": ["stop", "error", None],
@@ -105,6 +105,7 @@ def test_table_golden() -> None:
         "prompt_tokens": [7, 99, 0],
         "cached_tokens": [4, 0, 0],
         "completion_tokens": [1, 0, 0],
+        "max_tokens": [None, None, None],
         "source_file": ["in/a.parquet"] * 3,
         "source_row": [100, 101, 102],
         "run": ["run1", None, None],

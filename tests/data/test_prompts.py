@@ -8,7 +8,8 @@ import pyarrow as pa
 import pytest
 
 from batchrun.config import PromptConfig
-from batchrun.data.prompts import Prompt, PromptBuilder
+from batchrun.data.prompt import Prompt
+from batchrun.data.prompts import PromptBuilder
 from batchrun.errors import InputError
 from tests.data.tiny import CHAT, CHAT_WITH_BOS, make_tokenizer
 
@@ -136,13 +137,40 @@ def test_limit_leaves_room_for_one_token(length: int, error_type: str | None) ->
         assert "model.max_model_len=10" in prompt.error
 
 
+BLANK = [None, "", " \n\t"]
+
+
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+@pytest.mark.parametrize("policy", ["error", "skip"])
+def test_rows_whose_columns_are_all_blank_are_empty(policy: str, kind: str) -> None:
+    rows = {"text": [*BLANK, "x", None], "lang": [None, "", " ", None, "en"]}
+    prompts = build(rows, template="Label ({{ lang }}): {{ text }}", kind=kind, on_empty=policy)
+    assert [prompt.error_type for prompt in prompts] == ["empty_prompt"] * 3 + [None] * 2
+    assert [prompt.skipped for prompt in prompts] == [policy == "skip"] * 3 + [False] * 2
+    assert prompts[0].error == "null or blank: text, lang"
+
+
+def test_blank_columns_can_be_sent_and_text_that_is_blank_as_a_whole_cannot() -> None:
+    prompts = build({"text": BLANK}, template="Say something.{{ text }}", kind="completion", on_empty="send")
+    assert [prompt.text for prompt in prompts] == ["Say something.", "Say something.", "Say something. \n\t"]
+    prompts = build({"text": BLANK}, template="{{ text }}", kind="completion", on_empty="send")
+    assert [prompt.error_type for prompt in prompts] == ["empty_prompt"] * 3
+
+
+def test_conversations_without_text_are_empty() -> None:
+    nothing = [None, "", "null", "[]", '[{"role": "user", "content": " "}]', '[{"role": "system", "content": "S"}]']
+    prompts = build({"m": [*nothing, '[{"role": "user", "content": "hi"}]', "{"]}, messages="m", on_empty="skip")
+    assert [prompt.error_type for prompt in prompts] == ["empty_prompt"] * 6 + [None, "invalid_row"]
+    assert [prompt.skipped for prompt in prompts] == [True] * 6 + [False] * 2
+
+
 def test_text_without_tokens_is_empty() -> None:
     tokenizer = make_tokenizer(False)
     silent = type("Silent", (), {"__call__": lambda self, texts, **_: {"input_ids": [[] for _ in texts]}})()
     builder = PromptBuilder(
         PromptConfig(template="{{ text }}", kind="completion"), tokenizer, pa.schema({"text": pa.string()}), 10
     )
-    builder.tokenizer = silent
+    builder.window.tokenizer = silent
     [prompt] = builder.build(pa.record_batch({"text": ["x"]}))
     assert prompt.error_type == "empty_prompt"
 
@@ -176,7 +204,8 @@ def test_values_that_python_cannot_hold_are_invalid_rows() -> None:
 
 def test_nanosecond_timestamps_render_as_iso_text() -> None:
     table = pa.table({"at": pa.array([1_700_000_000_123_456_789, None], pa.timestamp("ns", "UTC"))})
-    assert texts(build(table, template="[{{ at }}]", kind="completion")) == ["[2023-11-14T22:13:20.123456+00:00]", "[]"]
+    prompts = build(table, template="[{{ at }}]", kind="completion", on_empty="send")
+    assert texts(prompts) == ["[2023-11-14T22:13:20.123456+00:00]", "[]"]
 
 
 def test_lone_surrogates_are_replaced() -> None:
@@ -218,7 +247,7 @@ def test_prompt_ids_are_sent_as_they_are() -> None:
     table = pa.table({"ids": pa.array([[5, 6], [], None, [1, len(tokenizer)], [-1], [3, None]], pa.list_(pa.int32()))})
     prompts = build(table, tokenizer, prompt_ids="ids")
     assert prompts[0] == Prompt([5, 6])
-    assert [prompt.error_type for prompt in prompts[1:]] == ["invalid_row"] * 5
+    assert [prompt.error_type for prompt in prompts[1:]] == ["empty_prompt"] * 2 + ["invalid_row"] * 3
     assert prompts[3].error == f"column ids: token 1 is {len(tokenizer)}; ids go from 0 to {len(tokenizer) - 1}"
 
 
