@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +64,7 @@ class EngineProcess:
     def __init__(self, spec: EngineSpec, around: Surroundings, warmup: list[Row]) -> None:
         self.spec = spec
         self.around = around
-        self._log = open(around.scratch / f"{len(list(around.scratch.iterdir()))}-{spec.kind}.log", "w+b")  # noqa: SIM115
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
         started = time.perf_counter()
         self._process = subprocess.Popen(
             [spec.python, worker.__file__, str(spec.adapter)],
