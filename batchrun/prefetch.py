@@ -20,7 +20,7 @@ def prefetch(items: Iterable[T], ahead: int) -> Generator[T, None, None]:
     stopped = threading.Event()
 
     def put(item: Any) -> bool:
-        while not stopped.is_set():
+        while not stopped.is_set() and threading.main_thread().is_alive():
             try:
                 ready.put(item, timeout=0.1)
                 return True
@@ -35,7 +35,8 @@ def prefetch(items: Iterable[T], ahead: int) -> Generator[T, None, None]:
         except BaseException as error:
             put((_END, error))
 
-    thread = threading.Thread(target=produce, name="prefetch", daemon=True)
+    # No daemon: those are cut off when the interpreter ends, which native code does not survive.
+    thread = threading.Thread(target=produce, name="prefetch")
     thread.start()
     try:
         while True:

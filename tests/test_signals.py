@@ -48,7 +48,7 @@ class Running:
         )
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.fake", "batchrun.runner", "pyarrow.parquet"])
-        self.log = folder / "completed.log"
+        self.log = folder / f"completed-{changes.get('launch__index', 0)}.log"
         self.log.unlink(missing_ok=True)
         environment = {"BATCHRUN_FAKE_LOG": str(self.log), "BATCHRUN_FAKE_SECONDS": str(seconds)}
         self.process = context.Process(target=fake.run_job, args=(self.config,), kwargs=environment)
@@ -110,14 +110,20 @@ def test_a_second_ctrl_c_ends_at_once_and_loses_nothing_that_was_journalled(tiny
     assert made - 16 + second.made <= ROWS, "only the step that was under way is made again"
 
 
-def test_four_workers_are_stopped_together(tiny: Path, tmp_path: Path) -> None:
-    changes = {"output__chunk_rows": 40, "launch__count": 4}
-    workers = [Running(tiny, tmp_path / str(i), launch__index=i, **changes) for i in range(4)]
+def test_four_workers_are_stopped_together_and_two_end_the_job(tiny: Path, tmp_path: Path) -> None:
+    changes = {"output__chunk_rows": 25, "launch__count": 4}
+    workers = [Running(tiny, tmp_path, seconds=1.0, launch__index=i, **changes) for i in range(4)]
     for worker in workers:
         worker.work_for(16)
     for worker in workers:
         worker.send(signal.SIGTERM)
     assert [worker.end() for worker in workers] == [75] * 4
+    made = sum(worker.made for worker in workers)
+    changes["launch__count"] = 2
+    workers = [Running(tiny, tmp_path, seconds=0, launch__index=i, **changes) for i in range(2)]
+    assert [worker.end() for worker in workers] == [0, 0]
+    assert made + sum(worker.made for worker in workers) == ROWS, "each row is made once"
+    assert [row["text"] for row in read(tmp_path / "out")] == [fake.words(i) for i in range(ROWS)]
 
 
 def test_before_rows_are_in_flight_a_signal_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

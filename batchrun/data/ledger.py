@@ -55,7 +55,8 @@ class Ledger:
         """
         self._queue = iter(self.present.tolist())
         workers = min(THREADS, len(self.present))
-        self._threads = [threading.Thread(target=self._check, args=(look,), daemon=True) for _ in range(workers)]
+        # No daemons: those are cut off when the interpreter ends, which native code does not survive.
+        self._threads = [threading.Thread(target=self._check, args=(look,), name="ledger") for _ in range(workers)]
         for thread in self._threads:
             thread.start()
         try:
@@ -111,7 +112,7 @@ class Ledger:
 
     def _check(self, look: Callable[[Chunk], bool] | None) -> None:
         try:
-            while not self._stopped.is_set():
+            while not self._stopped.is_set() and threading.main_thread().is_alive():
                 with self._lock:
                     numbers = list(itertools.islice(self._queue, 16))
                 if not numbers:
