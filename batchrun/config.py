@@ -23,7 +23,8 @@ RETRIES = ("error", "length")
 PROMPT_KINDS = ("chat", "completion")
 OVERLONG = ("error", "truncate_left", "truncate_right", "truncate_middle", "skip")
 ON_EMPTY = ("error", "skip", "send")
-BENCH_KINDS = ("engines", "scheduler", "article")
+MAX_PATTERN = 1024  # tokens that are looked back for repetition
+BENCH_KINDS = ("engines", "scheduler", "pipeline", "article")
 COMPRESSION = ("zstd", "snappy", "gzip", "lz4", "none")
 
 
@@ -132,12 +133,20 @@ class SamplingConfig:
     stop_token_ids: list[int] = setting([], "token ids that end a completion", identity=True)
     ignore_eos: bool = setting(False, "go on after an end-of-sequence token", identity=True)
     skip_special_tokens: bool = setting(True, "leave special tokens out of the text", identity=True)
+    repetition_max_pattern: int = setting(
+        0, "end a completion whose last tokens are one pattern of up to so many tokens, repeated; 0: off", identity=True
+    )
+    repetition_min_pattern: int = setting(1, "tokens that such a pattern has at least", identity=True)
+    repetition_min_count: int = setting(8, "times that the pattern must stand there in a row", identity=True)
 
     def __post_init__(self) -> None:
         _range("sampling.max_tokens", self.max_tokens, 1)
         _range("sampling.temperature", self.temperature, 0)
         _range("sampling.top_k", self.top_k, 0)
         _range("sampling.seed", self.seed, 0, 2**63 - 1)
+        _range("sampling.repetition_max_pattern", self.repetition_max_pattern, 0, MAX_PATTERN)
+        _range("sampling.repetition_min_pattern", self.repetition_min_pattern, 1, MAX_PATTERN)
+        _range("sampling.repetition_min_count", self.repetition_min_count, 2)
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"sampling.top_p={self.top_p} is out of range: it must be above 0 and at most 1")
         if math.isnan(self.temperature) or math.isinf(self.temperature):
@@ -332,7 +341,9 @@ class BenchConfig:
     """What `mode=bench` measures: see docs/performance.md."""
 
     kind: str = setting(
-        "engines", "engines: side by side; scheduler: host time of a step; article: one claim a line", identity=False
+        "engines",
+        "engines: side by side; scheduler: host time of a step; pipeline: all but the engine; article: one claim a line",
+        identity=False,
     )
     engines: Any = setting(
         "auto",
@@ -345,7 +356,9 @@ class BenchConfig:
         identity=False,
     )
     rounds: int = setting(3, "times that each engine runs a workload, in turn with the others", identity=False)
-    rows: int | None = setting(None, "first rows of each workload; default: all (scheduler: 100,000)", identity=False)
+    rows: int | None = setting(
+        None, "first rows of each workload; default: all (scheduler: 100,000, pipeline: 1,000,000)", identity=False
+    )
     python: dict[str, str] = setting(
         {}, "interpreters that have an engine, as in bench.python.vllm=/venv/bin/python", identity=False
     )
@@ -406,6 +419,10 @@ class Config:
         self.retry = [kind for item in _strings("retry", self.retry) for kind in item.split(",")]
         for kind in self.retry:
             _choice("retry", kind, RETRIES)
+        # Here and not with the section, because a row may set one of the two alone.
+        sampling = self.sampling
+        longest = sampling.repetition_max_pattern or MAX_PATTERN
+        _range("sampling.repetition_min_pattern", sampling.repetition_min_pattern, 1, longest)
         if self.retry and self.output.overwrite:
             raise ConfigError("retry keeps an output and output.overwrite=true replaces it: set one of them")
         if self.input.format == "openai":

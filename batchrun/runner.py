@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Hashable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import count, repeat
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -36,12 +37,15 @@ OPEN_ROWS = 65_536
 OPEN_BYTES = 512 * 2**20
 
 
-def run(config: Config, drain: Drain | None = None) -> int:
-    """Do what is left of the job; returns the exit code. Raises BatchrunError for what the user can mend."""
+def run(config: Config, drain: Drain | None = None, load: Callable[..., Any] | None = None) -> int:
+    """Do what is left of the job; returns the exit code. Raises BatchrunError for what the user can mend.
+
+    `load` makes the engine, in place of `load_engine`.
+    """
     drain = drain or Drain()
     with open_output(open_job(config, weights=True)) as output:
         with Report(config, output) as report:
-            for buffer in finished_chunks(output, report, drain):
+            for buffer in finished_chunks(output, report, drain, load or load_engine):
                 output.commit(buffer)
             if drain.requested and report.progress.left:
                 raise Drained(
@@ -53,7 +57,9 @@ def run(config: Config, drain: Drain | None = None) -> int:
     return 0
 
 
-def finished_chunks(output: Output, report: Report, drain: Drain) -> Iterator[ChunkBuffer]:
+def finished_chunks(
+    output: Output, report: Report, drain: Drain, load: Callable[..., Any] = load_engine
+) -> Iterator[ChunkBuffer]:
     """Each chunk to do as soon as its last row is there. Rows of several chunks run together."""
     job, engine = output.job, None
     try:
@@ -65,7 +71,7 @@ def finished_chunks(output: Output, report: Report, drain: Drain) -> Iterator[Ch
             numbers = numbers[starts < stops]
             if not len(numbers) or drain.requested:
                 continue
-            engine = engine or load_engine(job.checkpoint, job.tokenizer, job.config.engine, job.plan.rows)
+            engine = engine or load(job.checkpoint, job.tokenizer, job.config.engine, job.plan.rows)
             report.start()
             backlog = Backlog(output, numbers, report.progress)
             with drain.deferred(), output.watchdog() as watchdog:
@@ -210,6 +216,9 @@ def _params(s: SamplingConfig, seed: int) -> SamplingParams:
         stop_token_ids=tuple(s.stop_token_ids),
         ignore_eos=s.ignore_eos,
         skip_special_tokens=s.skip_special_tokens,
+        repetition_max_pattern=s.repetition_max_pattern,
+        repetition_min_pattern=s.repetition_min_pattern,
+        repetition_min_count=s.repetition_min_count,
     )
 
 

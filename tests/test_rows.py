@@ -163,3 +163,34 @@ def test_error_types_in_the_code_are_those_of_the_list() -> None:
                 used |= {node.value.value for target in node.targets if getattr(target, "attr", "") == "error_type"}
     assert {"invalid_row", "template_error", "empty_prompt", "prompt_too_long", "engine_error"} <= used
     assert used <= set(get_args(errors.ErrorType))
+
+
+def test_rows_that_repeat_themselves_end_and_are_counted(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    asks = '{"repetition_max_pattern": 8, "repetition_min_count": 3}'
+    table = pa.table({"text": words(40) * 2, "p": [asks] * 40 + [None] * 40})
+    pq.write_table(table, tmp_path / "in" / "a.parquet")
+    changes = {"prompt__params": "p", "sampling__max_tokens": 60, "sampling__ignore_eos": True}
+    runner.run(job(tiny, tmp_path / "in", tmp_path / "out", **changes))
+    rows = read(tmp_path / "out")
+    reasons = Counter(row["finish_reason"] for row in rows[:40])
+    assert reasons["repetition"] > 0
+    assert {row["finish_reason"] for row in rows[40:]} == {"length"}
+    for row, whole in zip(rows[:40], rows[40:], strict=True):
+        assert whole["completion"].startswith(row["completion"])
+        if row["finish_reason"] == "repetition":
+            said = row["completion"].split()
+            assert any(said[-3 * p :] == said[-p:] * 3 for p in range(1, 9))
+    summary = json.loads((tmp_path / "out" / "__batchrun" / "summary.json").read_text())
+    assert summary["finish_reasons"] == {"length": 80 - reasons["repetition"], "repetition": reasons["repetition"]}
+
+
+def test_a_row_cannot_ask_for_a_pattern_that_the_job_cannot_have(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    asks = ['{"repetition_min_pattern": 9}', '{"repetition_max_pattern": 5000}', None]
+    pq.write_table(pa.table({"text": words(3), "p": asks}), tmp_path / "in" / "a.parquet")
+    changes = {"prompt__params": "p", "sampling__repetition_max_pattern": 4}
+    runner.run(job(tiny, tmp_path / "in", tmp_path / "out", **changes))
+    assert [row["error_type"] for row in read(tmp_path / "out")] == [None, "invalid_row", None]
+    with pytest.raises(errors.ConfigError, match=r"repetition_min_pattern=9 .*between 1 and 4"):
+        job(tiny, tmp_path, tmp_path, sampling__repetition_min_pattern=9, sampling__repetition_max_pattern=4)

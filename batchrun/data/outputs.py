@@ -54,7 +54,7 @@ class RowResult:
     """
 
     text: str | None = None
-    finish_reason: str | None = None  # stop | length | error | skipped
+    finish_reason: str | None = None  # stop | length | repetition | error | skipped
     status: str = "ok"  # ok | error | skipped
     error_type: ErrorType | None = None  # of a skipped row: why
     error: str | None = None

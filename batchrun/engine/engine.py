@@ -154,12 +154,13 @@ class Engine:
             self._sequence(slot).first_token_at = now
         at_eos = np.isin(next_tokens, self.eos_ids) & ~slots.ignore_eos[rows]
         at_length = slots.num_tokens[rows] >= slots.max_total[rows]
+        repeats = slots.repetition.look(rows, slots.token_ids, slots.num_tokens, slots.num_prompt)
         finished = []
-        for i in np.flatnonzero(at_eos | at_length | slots.watched[rows]):
+        for i in np.flatnonzero(at_eos | at_length | repeats | slots.watched[rows]):
             slot, token = int(rows[i]), int(next_tokens[i])
             ended: _End | None = (None, token, "stop") if at_eos[i] else self._find_stop(slot, token)
-            if ended is None and at_length[i]:
-                ended = (None, None, "length")
+            if ended is None and (repeats[i] or at_length[i]):
+                ended = (None, None, "repetition" if repeats[i] else "length")
             if ended is not None:
                 finished.append(self._finish(slot, *ended))
         return finished

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from batchrun.config import MAX_PATTERN
 from batchrun.errors import ErrorType
 
 
@@ -26,6 +27,10 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    # Ends a row whose last tokens are one pattern of so many tokens, so many times in a row; 0: never.
+    repetition_max_pattern: int = 0
+    repetition_min_pattern: int = 1
+    repetition_min_count: int = 8
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -43,6 +48,14 @@ class SamplingParams:
             raise ValueError(f"seed={self.seed} must fit into 64 bits with a sign")
         if any(not s for s in stop):
             raise ValueError(f"stop={stop!r} holds an empty string")
+        if not 0 <= self.repetition_max_pattern <= MAX_PATTERN:
+            raise ValueError(
+                f"repetition_max_pattern={self.repetition_max_pattern} must be between 0 (off) and {MAX_PATTERN}"
+            )
+        if self.repetition_min_pattern < 1:
+            raise ValueError(f"repetition_min_pattern={self.repetition_min_pattern} must be at least 1")
+        if self.repetition_min_count < 2:
+            raise ValueError(f"repetition_min_count={self.repetition_min_count} must be at least 2")
 
 
 @dataclass(slots=True)
@@ -61,7 +74,7 @@ class Completion:
     key: Hashable
     text: str
     token_ids: list[int]
-    finish_reason: str  # stop | length | error | abort
+    finish_reason: str  # stop | length | repetition | error
     stop_reason: str | int | None = None  # the stop string or token id that ended it
     error_type: ErrorType | None = None
     error: str | None = None

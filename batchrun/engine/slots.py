@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from batchrun.engine.repetition import RepetitionWatch
 from batchrun.engine.sequence import Sequence
 
 
@@ -33,6 +34,7 @@ class Slots:
         self.seed = np.zeros(capacity, dtype=np.int64)
         self.ignore_eos = np.zeros(capacity, dtype=bool)
         self.watched = np.zeros(capacity, dtype=bool)  # has stop strings or stop token ids of its own
+        self.repetition = RepetitionWatch(capacity)
 
     @property
     def num_running(self) -> int:
@@ -57,6 +59,7 @@ class Slots:
         self.temperature[slot], self.top_p[slot], self.top_k[slot] = params.temperature, params.top_p, params.top_k
         self.seed[slot], self.ignore_eos[slot] = sequence.seed, params.ignore_eos
         self.watched[slot] = bool(params.stop or params.stop_token_ids)
+        self.repetition.put(slot, params, sequence.token_ids[sequence.num_prompt :])
         return slot
 
     def take(self, slot: int) -> tuple[Sequence, list[int]]:

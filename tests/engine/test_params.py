@@ -23,6 +23,10 @@ from batchrun.engine.params import SamplingParams
         ("seed", 2**63),
         ("seed", -(2**63) - 1),
         ("stop", ("end", "")),
+        ("repetition_max_pattern", -1),
+        ("repetition_max_pattern", 1025),
+        ("repetition_min_pattern", 0),
+        ("repetition_min_count", 1),
     ],
 )
 def test_refuses(name: str, value: Any) -> None:
