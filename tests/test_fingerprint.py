@@ -51,6 +51,9 @@ IDENTITY: dict[str, Changed] = {
     "sampling.stop_token_ids": one("sampling.stop_token_ids", [9]),
     "sampling.ignore_eos": one("sampling.ignore_eos", True),
     "sampling.skip_special_tokens": one("sampling.skip_special_tokens", False),
+    "sampling.repetition_max_pattern": one("sampling.repetition_max_pattern", 32),
+    "sampling.repetition_min_pattern": one("sampling.repetition_min_pattern", 2),
+    "sampling.repetition_min_count": one("sampling.repetition_min_count", 3),
     "prompt.kind": Changed({"prompt.kind": "completion", "prompt.chat_template": None}),
     "prompt.template": one("prompt.template", "w5 {{ text }}"),
     "prompt.template_file": Changed(
