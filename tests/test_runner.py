@@ -47,7 +47,13 @@ def write_input(folder: Path, texts: list[Any], files: int = 1) -> Path:
 def job(model: Path, source: Path, output: Path, **changes: Any) -> Config:
     sections: dict[str, dict[str, Any]] = {
         "model": {"path": str(model), "dtype": "float32"},
-        "engine": {"kv_cache_gib": 0.05, "block_size": 8, "max_num_seqs": 32, "max_batched_tokens": 256},
+        "engine": {
+            "kv_cache_gib": 0.05,
+            "block_size": 8,
+            "max_num_seqs": 32,
+            "max_batched_tokens": 256,
+            "workers": "1",
+        },
         "sampling": {"max_tokens": 6},
         "prompt": {"kind": "completion", "template": "{{ text }}"},
         "input": {"path": str(source)},

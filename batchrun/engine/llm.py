@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 
@@ -74,6 +75,18 @@ class LLM:
         finally:
             for key in flying:  # of a caller that stops listening
                 engine.abort(key)
+
+    def close(self) -> None:
+        """End the engine processes, if there are any. Also on leaving a `with` block."""
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def abort(self, key: Any) -> None:
         """Forget a request that is in the engine and free its memory."""

@@ -7,6 +7,7 @@ for each other, and the rows of one that dies go to the rest.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import multiprocessing
 import queue
@@ -80,6 +81,9 @@ class EnginePool:
             process.start()
             there.close()
             self._workers.append(Worker(number, process, here))
+        # Workers ignore SIGTERM, which may be meant to drain the whole job, and multiprocessing's own exit sends that
+        # and waits: a pool that nobody closed would keep its process from ending.
+        atexit.register(self._kill)
         for worker in self._workers:
             self._await_start(worker)
         for worker in self._workers:
@@ -135,6 +139,7 @@ class EnginePool:
 
     def close(self) -> None:
         """End the workers. Raises BatchrunError if one found its KV cache inconsistent."""
+        atexit.unregister(self._kill)
         for worker in self._workers:
             self._send(worker, "close", None)
         for worker in list(self._workers):
@@ -239,9 +244,12 @@ class EnginePool:
                 f"engine worker {worker.number} died at its start with code {worker.process.exitcode}"
             )
         if failure is not None:
-            for other in self._workers:
-                other.process.kill()
+            self._kill()
             raise failure
+
+    def _kill(self) -> None:
+        for worker in self._workers:
+            worker.process.kill()
 
 
 def _cost(request: Request) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -169,3 +171,22 @@ def test_where_workers_run(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_library_door_stays_in_its_process_unless_asked(llama: Path) -> None:
     assert not isinstance(LLM(str(llama), device="cpu", num_blocks=64).engine, EnginePool)
+
+
+FORGOTTEN = """
+import sys
+from pathlib import Path
+from batchrun.engine.llm import LLM
+if __name__ == "__main__":
+    llm = LLM(sys.argv[1], device="cpu", num_blocks=64, workers="2", offline=True)
+    print(llm.generate([[5, 6, 7]])[0].finish_reason)
+"""
+
+
+def test_a_pool_that_nobody_closes_ends_with_its_process(llama: Path, tmp_path: Path) -> None:
+    script = tmp_path / "forgotten.py"
+    script.write_text(FORGOTTEN)
+    command = [sys.executable, str(script), str(llama)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() in ("stop", "length")
