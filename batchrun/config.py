@@ -342,7 +342,7 @@ class BenchConfig:
 
     kind: str = setting(
         "engines",
-        "engines: side by side; scheduler: host time of a step; pipeline: all but the engine; article: one claim a line",
+        "engines: side by side; scheduler: host time of a step; pipeline: the rest; article: one claim a line",
         identity=False,
     )
     engines: Any = setting(
