@@ -14,7 +14,7 @@ import pytest
 from batchrun.engine.engine import row_seed
 from batchrun.engine.llm import LLM
 from batchrun.engine.params import Completion, Request, SamplingParams
-from tests.engine.families import VOCABULARY, assert_idle, load, make_optimistic, random_prompt
+from tests.engine.families import VOCABULARY, assert_idle, engine_of, load, make_optimistic, random_prompt
 
 FREE = SamplingParams(max_tokens=12, ignore_eos=True)
 
@@ -22,17 +22,17 @@ FREE = SamplingParams(max_tokens=12, ignore_eos=True)
 def run(llm: LLM, requests: list[Request]) -> dict[Any, Completion]:
     """Completions by key, with everything added before the first step."""
     for request in requests:
-        llm.engine.add(request)
+        engine_of(llm).add(request)
     return finish(llm)
 
 
 def finish(llm: LLM) -> dict[Any, Completion]:
     done: dict[Any, Completion] = {}
-    while llm.engine.has_work():
-        for completion in llm.engine.step():
+    while engine_of(llm).has_work():
+        for completion in engine_of(llm).step():
             assert completion.key not in done
             done[completion.key] = completion
-    assert_idle(llm.engine)
+    assert_idle(engine_of(llm))
     return done
 
 
@@ -54,7 +54,7 @@ def test_prompts_at_the_limit(llama: Path) -> None:
         assert str(length) in refused.error
         assert str(limit) in refused.error
         assert (refused.text, refused.token_ids) == ("", [])
-    assert_idle(llm.engine)
+    assert_idle(engine_of(llm))
 
 
 def test_the_pool_limits_a_row_like_the_model(llama: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_token_that_the_model_does_not_have_is_an_error_row(bad: int, llama: P
     assert refused.error is not None
     assert str(bad) in refused.error
     assert len(other.token_ids) == 12
-    assert_idle(llm.engine)
+    assert_idle(engine_of(llm))
 
 
 def test_max_tokens_is_cut_to_the_window(llama: Path) -> None:
@@ -155,7 +155,7 @@ def test_stop_strings_survive_preemption(llama: Path) -> None:
     for num_blocks in (9, 10, 11, 12):
         llm = make_optimistic(load(llama, block_size=4, num_blocks=num_blocks))
         done = run(llm, requests)
-        assert llm.engine.scheduler.num_preemptions > 0
+        assert engine_of(llm).scheduler.num_preemptions > 0
         assert {key: (c.text, c.stop_reason) for key, c in done.items()} == {
             key: (c.text, c.stop_reason) for key, c in expected.items()
         }
@@ -169,13 +169,13 @@ def test_a_row_does_not_inherit_the_stop_strings_of_an_aborted_one(llama: Path) 
     stop = free[2].split()[2]
     watching = SamplingParams(max_tokens=20, ignore_eos=True, stop=("never",))
     for key in range(2):
-        llm.engine.add(Request(key, prompts[key], watching))
-    before = llm.engine.scheduler.num_preemptions
-    while llm.engine.scheduler.num_preemptions == before:
-        llm.engine.step()
-    preempted = llm.engine.scheduler.waiting.head().request.key
-    llm.engine.abort(preempted)
-    llm.engine.add(Request("new", prompts[2], SamplingParams(max_tokens=20, ignore_eos=True, stop=(stop,))))
+        engine_of(llm).add(Request(key, prompts[key], watching))
+    before = engine_of(llm).scheduler.num_preemptions
+    while engine_of(llm).scheduler.num_preemptions == before:
+        engine_of(llm).step()
+    preempted = engine_of(llm).scheduler.waiting.head().request.key
+    engine_of(llm).abort(preempted)
+    engine_of(llm).add(Request("new", prompts[2], SamplingParams(max_tokens=20, ignore_eos=True, stop=(stop,))))
     new = finish(llm)["new"]
     assert (new.stop_reason, new.text) == (stop, free[2][: free[2].index(stop)])
 
@@ -210,7 +210,7 @@ def test_a_seeded_row_says_the_same_in_any_company(options: dict[str, Any], llam
     llm = make_optimistic(load(llama, **options))
     shuffled = [requests[i] for i in np.random.default_rng(1).permutation(16)]
     assert {key: c.text for key, c in run(llm, shuffled).items()} == {key: c.text for key, c in expected.items()}
-    assert (llm.engine.scheduler.num_preemptions > 0) == ("num_blocks" in options)
+    assert (engine_of(llm).scheduler.num_preemptions > 0) == ("num_blocks" in options)
 
 
 def test_rows_without_a_seed_differ(llama: Path) -> None:
@@ -230,35 +230,35 @@ def test_aborted_rows_leave_nothing_behind(llama: Path) -> None:
     requests = [Request(i, random_prompt(i, 12), SamplingParams(max_tokens=10, stop=("w",))) for i in range(5)]
     requests[0].params = requests[1].params = FREE
     for request in requests:
-        llm.engine.add(request)
-    assert llm.engine.step() == []
-    assert llm.engine.scheduler.slots.num_running == 1  # eight of its twelve prompt tokens are computed
-    llm.engine.abort(0)
-    llm.engine.abort(3)
-    llm.engine.abort("no such row")
+        engine_of(llm).add(request)
+    assert engine_of(llm).step() == []
+    assert engine_of(llm).scheduler.slots.num_running == 1  # eight of its twelve prompt tokens are computed
+    engine_of(llm).abort(0)
+    engine_of(llm).abort(3)
+    engine_of(llm).abort("no such row")
     done = finish(llm)
     assert sorted(done) == [1, 2, 4]
     assert len(done[1].token_ids) == 12
-    llm.engine.abort(1)
-    assert_idle(llm.engine)
+    engine_of(llm).abort(1)
+    assert_idle(engine_of(llm))
 
 
 def test_everything_may_be_aborted(llama: Path) -> None:
     llm = load(llama, max_num_seqs=2)
     for i in range(4):
-        llm.engine.add(Request(i, random_prompt(i, 20), FREE))
-    llm.engine.step()
+        engine_of(llm).add(Request(i, random_prompt(i, 20), FREE))
+    engine_of(llm).step()
     for i in range(4):
-        llm.engine.abort(i)
-    assert llm.engine.step() == []
-    assert_idle(llm.engine)
+        engine_of(llm).abort(i)
+    assert engine_of(llm).step() == []
+    assert_idle(engine_of(llm))
 
 
 def test_a_key_is_refused_while_it_is_in_use(llama: Path) -> None:
     llm = load(llama)
-    llm.engine.add(Request("a", [5, 6], FREE))
+    engine_of(llm).add(Request("a", [5, 6], FREE))
     with pytest.raises(ValueError, match="'a' is already in the engine"):
-        llm.engine.add(Request("a", [7], FREE))
+        engine_of(llm).add(Request("a", [7], FREE))
     assert len(finish(llm)["a"].token_ids) == 12
     assert len(run(llm, [Request("a", [7], FREE)])["a"].token_ids) == 12
 
@@ -274,7 +274,7 @@ def test_times_and_counts_of_a_completion(llama: Path) -> None:
 
 def test_step_statistics_add_up(llama: Path) -> None:
     llm = make_optimistic(load(llama, block_size=4, num_blocks=16, max_num_seqs=4, max_batched_tokens=10))
-    engine = llm.engine
+    engine = engine_of(llm)
     for i in range(8):
         engine.add(Request(i, random_prompt(i // 2, 14), FREE))
     sampled = tokens = preemptions = 0
@@ -309,8 +309,8 @@ def test_room_is_never_negative(llama: Path) -> None:
             yield Request(i, random_prompt(i, 6), FREE)
 
     assert {completion.key for completion in llm.stream(requests())} == set(range(12))
-    assert llm.engine.scheduler.num_preemptions > 0
+    assert engine_of(llm).scheduler.num_preemptions > 0
     for i in range(20):
-        llm.engine.add(Request(i, random_prompt(i, 6), FREE))
-    assert llm.engine.room == 0
+        engine_of(llm).add(Request(i, random_prompt(i, 6), FREE))
+    assert engine_of(llm).room == 0
     finish(llm)

@@ -11,7 +11,7 @@ import pytest
 from batchrun.engine.llm import LLM
 from batchrun.engine.params import Request, SamplingParams
 from batchrun.errors import ConfigError
-from tests.engine.families import assert_idle, load, random_prompt
+from tests.engine.families import assert_idle, engine_of, load, random_prompt
 
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
 
@@ -55,7 +55,7 @@ def test_completions_come_in_the_order_of_the_prompts(llm: LLM) -> None:
     done = llm.generate(prompts, params)
     assert [completion.key for completion in done] == list(range(6))
     assert [len(completion.token_ids) for completion in done] == [12, 10, 8, 6, 4, 2]
-    assert_idle(llm.engine)
+    assert_idle(engine_of(llm))
 
 
 def test_no_prompts_give_no_completions(llm: LLM) -> None:
@@ -87,7 +87,7 @@ def test_stream_goes_on_over_rows_that_are_refused(llama: Path) -> None:
     requests = [Request(i, [] if i % 3 else [5, 6, 7], PARAMS) for i in range(20)]
     done = {completion.key: completion.error_type for completion in llm.stream(requests)}
     assert done == {i: "empty_prompt" if i % 3 else None for i in range(20)}
-    assert_idle(llm.engine)
+    assert_idle(engine_of(llm))
 
 
 def test_a_request_may_be_aborted_while_it_streams(llama: Path) -> None:
@@ -100,4 +100,4 @@ def test_a_request_may_be_aborted_while_it_streams(llama: Path) -> None:
         keys.append(completion.key)
         llm.abort(1)
     assert keys == [0, 2]
-    assert_idle(llm.engine)
+    assert_idle(engine_of(llm))

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from batchrun.engine.llm import LLM
 from batchrun.engine.params import Completion, SamplingParams
-from tests.engine.families import assert_idle
+from tests.engine.families import assert_idle, engine_of
 
 ROWS = 64
 MAX_TOKENS = 12
@@ -43,7 +43,7 @@ def prompts(llm: LLM, reviews: Path) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def completions(llm: LLM, prompts: list[list[int]]) -> list[Completion]:
     done = llm.generate(prompts, SamplingParams(max_tokens=MAX_TOKENS))
-    assert_idle(llm.engine)
+    assert_idle(engine_of(llm))
     return done
 
 
@@ -87,7 +87,7 @@ def test_the_instruction_is_computed_once(completions: list[Completion]) -> None
 
 @pytest.mark.slow
 def test_completions_are_whole(completions: list[Completion], llm: LLM) -> None:
-    (end,) = (token for token in llm.engine.eos_ids if llm.tokenizer.decode([token]) == "<|im_end|>")
+    (end,) = (token for token in engine_of(llm).eos_ids if llm.tokenizer.decode([token]) == "<|im_end|>")
     for completion in completions:
         ended = completion.token_ids[-1] == end
         assert completion.finish_reason == ("stop" if ended else "length")
