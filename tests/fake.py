@@ -18,7 +18,7 @@ class FakeEngine:
     """Completes `batch` requests a step, the last first, each with a text that follows from its prompt.
 
     With BATCHRUN_FAKE_LOG, each completed request leaves a line there with its prompt's ids. A step takes
-    BATCHRUN_FAKE_SECONDS.
+    BATCHRUN_FAKE_SECONDS. With BATCHRUN_FAKE_BAD, requests fail whose first id is divisible by it.
     """
 
     def __init__(self, batch: int = 16, room: int = 32) -> None:
@@ -27,6 +27,7 @@ class FakeEngine:
         self.waiting: list[Request] = []
         self.steps = 0
         self.seconds = float(os.environ.get("BATCHRUN_FAKE_SECONDS", "0"))
+        self.bad = int(os.environ.get("BATCHRUN_FAKE_BAD", "0"))
         self.completed = 0
         log = os.environ.get("BATCHRUN_FAKE_LOG")
         self._log = None if log is None else os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -65,10 +66,13 @@ class FakeEngine:
         if self._log is not None:
             lines = (" ".join(map(str, request.prompt_ids)) for request in running)
             os.write(self._log, "".join(f"{line}\n" for line in lines).encode())
-        return [
-            Completion(request.key, answer(request.prompt_ids), [5, 1], "stop", prompt_tokens=len(request.prompt_ids))
-            for request in reversed(running)
-        ]
+        return [self._complete(request) for request in reversed(running)]
+
+    def _complete(self, request: Request) -> Completion:
+        ids = request.prompt_ids
+        if self.bad and ids[0] % self.bad == 0:
+            return Completion(request.key, "", [], "error", error_type="engine_error", error="a stray particle")
+        return Completion(request.key, answer(ids), [5, 1], "stop", prompt_tokens=len(ids))
 
 
 def answer(ids: Any) -> str:

@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
@@ -62,7 +63,7 @@ class Crashing:
         )
         self.kills = 0
 
-    def start(self, fault: str = "", after: float | None = None, seconds: float = 0.004) -> int | None:
+    def start(self, fault: str = "", after: float | None = None, seconds: float = 0.004, bad: int = 0) -> int | None:
         """Run the job, to be killed at a named point or after a time, and check what it made against what was saved."""
         saved = self.saved()
         self.log.unlink(missing_ok=True)
@@ -70,6 +71,7 @@ class Crashing:
             "BATCHRUN_FAULT": fault,
             "BATCHRUN_FAKE_LOG": str(self.log),
             "BATCHRUN_FAKE_SECONDS": str(seconds),
+            "BATCHRUN_FAKE_BAD": str(bad),
         }
         process = self.server.Process(target=fake.run_job, args=(self.config,), kwargs=environment)
         process.start()
@@ -89,10 +91,13 @@ class Crashing:
         return Counter(IDS[" ".join(f"w{token}" for token in line.split())] for line in lines)
 
     def saved(self) -> set[int]:
-        """Rows that lie in a part or in a journal."""
+        """Rows that lie in a part or in a journal, without those that a retry is to make again."""
         rows: set[int] = set()
         for part in self.output.glob("part-*.parquet"):
-            rows |= {IDS[text] for text in pq.read_table(part)["text"].to_pylist()}
+            table = pq.read_table(part)
+            if self.config.retry:
+                table = table.filter(pc.equal(table["status"], "ok"))
+            rows |= {IDS[text] for text in table["text"].to_pylist()}
         for path in (self.output / "__batchrun" / "journal").glob("*"):
             lines = list(_lines(path))
             for block in lines[1:]:
@@ -155,6 +160,25 @@ def test_killed_at_random_times(crashing: Crashing, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(10, 200))
 def test_killed_at_random_times_many_times(crashing: Crashing, seed: int) -> None:
     killed_at_random(crashing, seed)
+
+
+@pytest.mark.parametrize("point", [point for point in FAULTS if not point.startswith("manifest")])
+def test_killed_at_each_point_of_a_retry(crashing: Crashing, point: str) -> None:
+    assert crashing.start(bad=3) == 0
+    failed = {row for row in range(ROWS) if (row % 200 + 4) % 3 == 0}
+    before = {row for row in range(ROWS) if row in crashing.made()}
+    assert before == set(range(ROWS))
+    crashing.config.retry = ["error"]
+    made: set[int] = set()
+    nth = 1
+    while crashing.start(f"{point}:{nth}") != 0:
+        made |= crashing.made().keys()
+        assert made <= failed
+        assert sum(pq.read_metadata(part).num_rows for part in crashing.output.glob("part-*")) == ROWS
+        nth += nth
+    assert made | crashing.made().keys() == failed
+    assert crashing.kills >= 1, f"{point} is never passed"
+    crashing.check_end()
 
 
 def test_killed_workers_are_followed_by_fewer(crashing: Crashing) -> None:
