@@ -27,7 +27,7 @@ class FakeEngine:
         self.waiting: list[Request] = []
         self.steps = 0
         self.seconds = float(os.environ.get("BATCHRUN_FAKE_SECONDS", "0"))
-        self.bad = int(os.environ.get("BATCHRUN_FAKE_BAD", "0"))
+        self.bad_ids = int(os.environ.get("BATCHRUN_FAKE_BAD", "0"))
         self.completed = 0
         log = os.environ.get("BATCHRUN_FAKE_LOG")
         self._log = None if log is None else os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -70,7 +70,7 @@ class FakeEngine:
 
     def _complete(self, request: Request) -> Completion:
         ids = request.prompt_ids
-        if self.bad and ids[0] % self.bad == 0:
+        if self.bad_ids and ids[0] % self.bad_ids == 0:
             return Completion(request.key, "", [], "error", error_type="engine_error", error="a stray particle")
         return Completion(request.key, answer(ids), [5, 1], "stop", prompt_tokens=len(ids))
 

@@ -157,6 +157,7 @@ def test_killed_at_random_times(crashing: Crashing, seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(10, 200))
 def test_killed_at_random_times_many_times(crashing: Crashing, seed: int) -> None:
     killed_at_random(crashing, seed)

@@ -5,13 +5,13 @@ import logging
 import pytest
 
 from batchrun.data.outputs import RowResult
-from batchrun.errors import ErrorBudgetExceeded
+from batchrun.errors import ErrorBudgetExceeded, ErrorType
 from batchrun.report.failures import Failures
 
 OK = RowResult("fine", "stop")
 
 
-def bad(kind: str) -> RowResult:
+def bad(kind: ErrorType) -> RowResult:
     return RowResult(None, "error", "error", kind, f"this is {kind}")
 
 
@@ -41,8 +41,8 @@ def test_the_budget_counts_from_a_number_of_rows_on() -> None:
 def test_a_rate_that_is_met_exactly_is_within_the_budget() -> None:
     failures = Failures(0.5, 2)
     for row in range(10):
-        failures.add("a", row, OK if row % 2 else bad("x"))
+        failures.add("a", row, OK if row % 2 else bad("engine_error"))
     failures.check()
-    failures.add("a", 10, bad("x"))
+    failures.add("a", 10, bad("engine_error"))
     with pytest.raises(ErrorBudgetExceeded):
         failures.check()
