@@ -20,6 +20,7 @@ ATTENTION = ("auto", "torch", "cpu")
 INPUT_FORMATS = ("auto", "parquet", "jsonl", "csv", "arrow", "hf", "openai")
 SCHEMA_MODES = ("strict", "intersect", "union")
 RETRIES = ("error", "length")
+SEED_BY = ("row", "content")
 PROMPT_KINDS = ("chat", "completion")
 OVERLONG = ("error", "truncate_left", "truncate_right", "truncate_middle", "skip")
 ON_EMPTY = ("error", "skip", "send")
@@ -129,6 +130,11 @@ class SamplingConfig:
     top_p: float = setting(1.0, "sample from the smallest set with this much probability", identity=True)
     top_k: int = setting(0, "sample from the k most likely tokens; 0 is all", identity=True)
     seed: int = setting(0, "seed of the job; each row's own seed follows from it", identity=True)
+    seed_by: str = setting(
+        "row",
+        "what else a row's seed follows from: row (its place) or content: equal prompts, equal samples",
+        identity=True,
+    )
     stop: Any = setting(None, "a string or list of strings that end a completion; cut from the text", identity=True)
     stop_token_ids: list[int] = setting([], "token ids that end a completion", identity=True)
     ignore_eos: bool = setting(False, "go on after an end-of-sequence token", identity=True)
@@ -140,6 +146,7 @@ class SamplingConfig:
     repetition_min_count: int = setting(8, "times that the pattern must stand there in a row", identity=True)
 
     def __post_init__(self) -> None:
+        _choice("sampling.seed_by", self.seed_by, SEED_BY)
         _range("sampling.max_tokens", self.max_tokens, 1)
         _range("sampling.temperature", self.temperature, 0)
         _range("sampling.top_k", self.top_k, 0)
@@ -309,8 +316,11 @@ class LaunchConfig:
 
 @dataclass
 class RunConfig:
-    """When a run ends before its work does, and how it shows that it lives."""
+    """How a run works, when it ends before its work does, and how it shows that it lives."""
 
+    dedup: bool = setting(
+        True, "compute rows with equal prompts once, where sampling is greedy or seeded by content", identity=False
+    )
     max_error_rate: float = setting(0.5, "stop when a larger share of the rows fails; 1: never", identity=False)
     min_rows: int = setting(100, "rows that must be finished before the share counts", identity=False)
     drain_seconds: float = setting(20.0, "time to finish rows in flight after a signal to stop", identity=False)

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from dataclasses import dataclass
-from itertools import count, repeat
+from itertools import repeat
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from batchrun.config import Config, SamplingConfig
+from batchrun.config import Config
 from batchrun.data.buffer import ChunkBuffer
 from batchrun.data.outputs import RowResult
 from batchrun.data.prompt import Prompt
-from batchrun.data.row_params import row_sampling
-from batchrun.engine.engine import Engine, row_seed
+from batchrun.engine.engine import Engine
 from batchrun.engine.llm import load_engine
-from batchrun.engine.params import Completion, Request, SamplingParams
+from batchrun.engine.params import Request
 from batchrun.engine.pool import EnginePool
 from batchrun.errors import Drained
+from batchrun.flight import Flight, Row
 from batchrun.job import open_job
 from batchrun.output import Output, open_output
 from batchrun.prefetch import prefetch
@@ -35,6 +34,7 @@ BATCHES_AHEAD = 2  # read, rendered and tokenised before the engine asks
 # until this much waits for it.
 OPEN_ROWS = 65_536
 OPEN_BYTES = 512 * 2**20
+TURN_ROWS = 4096  # looked at between two steps of the engine; most of them may need none
 
 
 def run(config: Config, drain: Drain | None = None, load: Callable[..., Any] | None = None) -> int:
@@ -89,16 +89,6 @@ def finished_chunks(
             engine.close()
 
 
-@dataclass(slots=True)
-class Row:
-    """One input row on its way; `number` counts within its file. Without a prompt: the last row of a chunk is read,
-    and all results are there."""
-
-    buffer: ChunkBuffer
-    number: int
-    prompt: Prompt | None
-
-
 class Backlog:
     """Rows to complete in the order they are read, and how much of what was read is not yet committed."""
 
@@ -149,8 +139,7 @@ def complete(
     engine: Engine | EnginePool, backlog: Backlog, report: Report, drain: Drain, watchdog: Watchdog
 ) -> Iterator[tuple[Row, RowResult | None]]:
     """Every row of the backlog with its result, in the order they finish; fewer if the run is asked to stop."""
-    keys, sampling = count(), RowSampling(backlog.config.sampling)
-    flying: dict[Hashable, Row] = {}
+    flight = Flight(backlog.config)
     with closing(iter(backlog)) as rows:
         more = True
         while more or engine.has_work():
@@ -162,93 +151,26 @@ def complete(
                 if drain.expired:
                     return
             room = engine.room if more and not (backlog.full and engine.has_work()) else 0
-            for _ in range(room):
+            for _ in range(TURN_ROWS if room else 0):
                 row = next(rows, None)
                 if row is None:
                     more = False
                     break
-                if row.prompt is None:
-                    yield row, None
-                elif row.prompt.error_type is not None:
-                    yield row, refused(row.prompt)
-                else:
-                    key = next(keys)
-                    flying[key] = row
-                    engine.add(Request(key, row.prompt.ids, sampling.of(row)))
+                what = flight.board(row)
+                if isinstance(what, Request):
+                    engine.add(what)
+                elif what is not None or row.prompt is None:
+                    yield row, what
+                # Rows that take the result of another are free; others count, those too that cannot be sent.
+                room -= not (what is None or (isinstance(what, RowResult) and what.deduplicated))
+                if not room:
+                    break
             if engine.has_work():
                 for completion in engine.step():
-                    row = flying.pop(completion.key)
-                    yield row, finished(row, completion)
+                    yield from flight.land(completion)
             steps = engine.take_steps()
             for step in steps:
                 report.add_step(step)
             if steps or not engine.has_work():
                 watchdog.beat()
-            report.check()
-
-
-class RowSampling:
-    """The sampling parameters of each row: the job's, with the row's own in their place."""
-
-    def __init__(self, config: SamplingConfig) -> None:
-        self.config = config
-        self.greedy = _params(config, seed=0) if config.temperature == 0 else None
-
-    def of(self, row: Row) -> SamplingParams:
-        """A row without a seed of its own gets one that follows from the job's seed and the row's identity."""
-        own = (row.prompt.params if row.prompt else None) or {}
-        if self.greedy is not None and not own:
-            return self.greedy
-        s = row_sampling(self.config, own)
-        if s.temperature == 0:
-            return _params(s, seed=0)
-        return _params(s, s.seed if "seed" in own else row_seed(s.seed, row.buffer.source_name, row.number))
-
-
-def _params(s: SamplingConfig, seed: int) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=s.max_tokens,
-        temperature=s.temperature,
-        top_p=s.top_p,
-        top_k=s.top_k,
-        seed=seed,
-        stop=tuple(s.stop),
-        stop_token_ids=tuple(s.stop_token_ids),
-        ignore_eos=s.ignore_eos,
-        skip_special_tokens=s.skip_special_tokens,
-        repetition_max_pattern=s.repetition_max_pattern,
-        repetition_min_pattern=s.repetition_min_pattern,
-        repetition_min_count=s.repetition_min_count,
-    )
-
-
-def refused(prompt: Prompt) -> RowResult:
-    """A row that could not be sent to the engine, or is not to be."""
-    status = "skipped" if prompt.skipped else "error"
-    return RowResult(
-        status=status,
-        finish_reason=status,
-        error_type=prompt.error_type,
-        error=prompt.error,
-        prompt_tokens=len(prompt.ids),
-    )
-
-
-def finished(row: Row, completion: Completion) -> RowResult:
-    """A row that the engine is done with."""
-    failed = completion.error_type is not None
-    return RowResult(
-        text=None if failed else completion.text,
-        finish_reason=completion.finish_reason,
-        status="error" if failed else "ok",
-        error_type=completion.error_type,
-        error=completion.error,
-        prompt_tokens=completion.prompt_tokens,
-        truncated_tokens=row.prompt.truncated_tokens if row.prompt else 0,
-        cached_tokens=completion.cached_tokens,
-        completion_tokens=len(completion.token_ids),
-        max_tokens=completion.max_tokens,
-        queue_s=completion.queue_s,
-        first_token_s=completion.first_token_s,
-        total_s=completion.total_s,
-    )
+            report.check(len(flight))

@@ -47,6 +47,7 @@ IDENTITY: dict[str, Changed] = {
     "sampling.top_p": one("sampling.top_p", 0.9),
     "sampling.top_k": one("sampling.top_k", 5),
     "sampling.seed": one("sampling.seed", 1),
+    "sampling.seed_by": one("sampling.seed_by", "content"),
     "sampling.stop": one("sampling.stop", ["w9"]),
     "sampling.stop_token_ids": one("sampling.stop_token_ids", [9]),
     "sampling.ignore_eos": one("sampling.ignore_eos", True),

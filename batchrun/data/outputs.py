@@ -42,6 +42,7 @@ RESULT_TYPES: dict[str, pa.DataType] = {
     "queue_s": pa.float32(),
     "first_token_s": pa.float32(),
     "total_s": pa.float32(),
+    "deduplicated": pa.bool_(),
     "run": pa.string(),
 }
 
@@ -66,6 +67,7 @@ class RowResult:
     queue_s: float = 0.0
     first_token_s: float = 0.0
     total_s: float = 0.0
+    deduplicated: bool = False  # the result is that of a row with the same prompt
     run: str | None = None
 
 

@@ -35,13 +35,16 @@ class Failures:
             more = "; more rows of this kind are only counted" if self.kinds[kind] == SHOWN else ""
             logger.warning("%s%s", self.last, more)
 
-    def check(self) -> None:
-        """Raise ErrorBudgetExceeded if too many rows failed."""
-        failed = self.kinds.total()
-        if self.rows >= self.min_rows and failed > self.max_rate * self.rows:
+    def check(self, under_way: int = 0) -> None:
+        """Raise ErrorBudgetExceeded if too many rows failed.
+
+        Rows under way count as good: one that cannot be sent is finished before those that were sent with it.
+        """
+        failed, rows = self.kinds.total(), self.rows + under_way
+        if self.rows >= self.min_rows and failed > self.max_rate * rows:
             kinds = ", ".join(f"{count:,} {kind}" for kind, count in self.kinds.most_common())
             raise ErrorBudgetExceeded(
-                f"{failed:,} of {self.rows:,} rows failed, more than run.max_error_rate={self.max_rate:g} allows: "
+                f"{failed:,} of {rows:,} rows failed, more than run.max_error_rate={self.max_rate:g} allows: "
                 f"{kinds}. The last one: {self.last}. Finished rows are kept; with a higher rate the same "
                 "command goes on from them"
             )

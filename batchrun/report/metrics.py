@@ -33,6 +33,7 @@ ROWS = pa.schema(
         "queue_s": pa.float32(),
         "first_token_s": pa.float32(),
         "total_s": pa.float32(),
+        "deduplicated": pa.bool_(),
     }
 )
 STEPS = pa.schema(
@@ -52,13 +53,17 @@ STEPS = pa.schema(
 
 
 class Metrics:
-    """Totals of this run, and with `report.metrics` one Parquet row per row and per step."""
+    """Totals of this run, and with `report.metrics` one Parquet row per row and per step.
+
+    Tokens are those that the engine saw: rows that took the result of another are counted, and their tokens are not.
+    """
 
     def __init__(self, config: Config, state_folder: Path) -> None:
         self.config = config
         self.folder = state_folder / "metrics" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self.started_at = time.time()
         self.rows = 0
+        self.deduplicated = 0
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.completion_tokens = 0
@@ -91,9 +96,12 @@ class Metrics:
     def add_row(self, source: str, number: int, result: RowResult) -> None:
         """A row is finished."""
         self.rows += 1
-        self.prompt_tokens += result.prompt_tokens
-        self.cached_tokens += result.cached_tokens
-        self.completion_tokens += result.completion_tokens
+        if result.deduplicated:
+            self.deduplicated += 1
+        else:
+            self.prompt_tokens += result.prompt_tokens
+            self.cached_tokens += result.cached_tokens
+            self.completion_tokens += result.completion_tokens
         self.statuses[result.status] += 1
         self.finish_reasons[result.finish_reason or "none"] += 1
         if result.status == "error":
@@ -126,6 +134,7 @@ class Metrics:
             "wall_s": round(time.time() - self.started_at, 3),
             "engine_s": round(self.engine_seconds, 3),
             "rows": self.rows,
+            "deduplicated": self.deduplicated,
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
             "completion_tokens": self.completion_tokens,

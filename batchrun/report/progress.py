@@ -64,7 +64,7 @@ class Progress:
     def update(self, result: RowResult) -> None:
         """A row is finished."""
         self.done += 1
-        self.tokens += result.completion_tokens
+        self.tokens += 0 if result.deduplicated else result.completion_tokens
         self.errors += result.status == "error"
         if self._bar is not None:
             self._bar.set_postfix_str(self._postfix(), refresh=False)

@@ -68,9 +68,12 @@ class Report:
         """The engine made a step."""
         self.metrics.add_step(step)
 
-    def check(self) -> None:
-        """Raise ErrorBudgetExceeded if too many rows failed, BatchrunError if the output can no longer be written."""
-        self.failures.check()
+    def check(self, under_way: int = 0) -> None:
+        """Raise ErrorBudgetExceeded if too many rows failed, BatchrunError if the output can no longer be written.
+
+        `under_way` are rows that have been sent and are not finished.
+        """
+        self.failures.check(under_way)
         self.output.check()
         self.heartbeat.check()
 

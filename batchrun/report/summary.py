@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -34,6 +35,8 @@ def print_summary(output: Output, done: np.ndarray, metrics: Metrics) -> None:
             print(f"{'errors':<14}{kinds}")
         if skipped := metrics.statuses["skipped"]:
             print(f"{'skipped':<14}{skipped:,}")
+        if metrics.deduplicated:
+            print(f"{'deduplicated':<14}{metrics.deduplicated:,} rows have the prompt of another and its completion")
         print(f"{'prompt':<14}{metrics.prompt_tokens:,} tokens, {metrics.cached_tokens:,} of them cached")
         print(f"{'output':<14}{metrics.completion_tokens:,} tokens")
         print(
@@ -44,7 +47,7 @@ def print_summary(output: Output, done: np.ndarray, metrics: Metrics) -> None:
         print(f"all {rows:,} rows were there already: nothing was computed")
     print(f"{'parts':<14}{folder}")
     look = f"import pyarrow.dataset as d; print(d.dataset('{folder}').head(5).to_pandas())"
-    print(f'{"look at it":<14}python -c "{look}"')
+    print(f'{"look at it":<14}{sys.executable} -c "{look}"')
 
 
 def _first_rows(part: Path, schema: OutputSchema) -> list[str]:

@@ -46,3 +46,12 @@ def test_a_rate_that_is_met_exactly_is_within_the_budget() -> None:
     failures.add("a", 10, bad("engine_error"))
     with pytest.raises(ErrorBudgetExceeded):
         failures.check()
+
+
+def test_rows_under_way_count_as_good() -> None:
+    failures = Failures(0.5, 10)
+    for row in range(20):
+        failures.add("a", row, bad("invalid_row"))
+    failures.check(20)
+    with pytest.raises(ErrorBudgetExceeded, match="20 of 39 rows"):
+        failures.check(19)
