@@ -67,10 +67,10 @@ def _run(config: Config) -> int:
     if wants := missing(config):
         raise ConfigError("\n  ".join(["the job is not complete:", *wants]) if len(wants) > 1 else wants[0])
     _log_to_stderr()
-    if config.mode in ("status", "merge"):
-        from batchrun.report import merge, status
+    if config.mode in ("status", "merge", "reparse"):
+        from batchrun.report import merge, reparse, status
 
-        return {"status": status.status, "merge": merge.merge}[config.mode](config)
+        return {"status": status.status, "merge": merge.merge, "reparse": reparse.reparse}[config.mode](config)
     demo.check(config)
     if config.mode == "run":
         drain = Drain(config.run.drain_seconds)

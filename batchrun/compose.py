@@ -44,7 +44,7 @@ def compose_config(arguments: Sequence[str], config_dir: Path | None = None) -> 
     """The job that the command line describes.
 
     `config_dir` is a folder of the user's own, with job/NAME.yaml and options of the groups. A relative
-    `prompt.template_file`, or a `prompt.chat_template` that names a file, comes back as an absolute path: looked up
+    `prompt.template_file`, `prompt.chat_template` or `output.schema` that names a file is made absolute: looked up
     beside the job first, then from the working folder; the other way round when it was typed on the command line.
     Raises ConfigError.
     """
@@ -62,10 +62,10 @@ def missing(config: Config) -> list[str]:
     """What the job still needs before it can start, each as a sentence; empty when nothing is missing."""
     prompt = any(getattr(config.prompt, key.partition(".")[2]) is not None for key in PROMPT_SOURCES)
     bench = config.mode == "bench"
-    if config.mode in ("status", "merge"):
+    if config.mode in ("status", "merge", "reparse"):
         folder = "output.path is not set: name the output folder of a job, e.g. output.path=out/labels"
         target = "output.merge_path is not set: name a new folder for the merged files, e.g. out/labels-merged"
-        there = {folder: config.output.path, target: config.output.merge_path or config.mode == "status"}
+        there = {folder: config.output.path, target: config.output.merge_path or config.mode != "merge"}
         return [sentence for sentence, given in there.items() if not given]
     wants = {
         "input.path is not set: name Parquet files, e.g. input.path=reviews/*.parquet": config.input.path or bench,
@@ -171,7 +171,7 @@ def _as_dataclass(composed: DictConfig) -> Config:
 
 
 def _find_templates(config: Config, folders: Sequence[Path], typed: set[str]) -> None:
-    """Make the prompt's files absolute paths; see `compose_config`."""
+    """Make the files of the prompt and the JSON Schema absolute paths; see `compose_config`."""
     prompt = config.prompt
     if (name := prompt.template_file) is not None:
         places = _places(name, folders, "prompt.template_file" in typed)
@@ -182,6 +182,8 @@ def _find_templates(config: Config, folders: Sequence[Path], typed: set[str]) ->
     # Anything else is a template's text, or a name that the tokenizer knows.
     if (name := prompt.chat_template) is not None and "{" not in name:
         prompt.chat_template = _first_file(_places(name, folders, "prompt.chat_template" in typed)) or name
+    if isinstance(name := config.output.schema, str) and "{" not in name:
+        config.output.schema = _first_file(_places(name, folders, "output.schema" in typed)) or name
 
 
 def _places(name: str, folders: Sequence[Path], typed: bool) -> list[Path]:

@@ -14,13 +14,14 @@ from typing import Any
 
 from batchrun.errors import ConfigError
 
-MODES = ("run", "plan", "preview", "bench", "status", "merge")
+MODES = ("run", "plan", "preview", "bench", "status", "merge", "reparse")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION = ("auto", "torch", "cpu")
 INPUT_FORMATS = ("auto", "parquet", "jsonl", "csv", "arrow", "hf", "openai")
 SCHEMA_MODES = ("strict", "intersect", "union")
 RETRIES = ("error", "length")
 SEED_BY = ("row", "content")
+PARSES = ("none", "json")
 PROMPT_KINDS = ("chat", "completion")
 OVERLONG = ("error", "truncate_left", "truncate_right", "truncate_middle", "skip")
 ON_EMPTY = ("error", "skip", "send")
@@ -283,6 +284,13 @@ class OutputConfig:
     completion: str = setting("completion", "name of the column with the generated text", identity=True)
     prefix: str = setting("", "put before the name of each column that batchrun adds", identity=True)
     columns: Any = setting(None, "input columns to keep; default: all that were read", identity=True)
+    parse: str = setting("none", "json: a column with the completion as a JSON value, beside its text", identity=False)
+    schema: Any = setting(
+        None,
+        "JSON Schema that the completion must follow, which gives that column its type: a file, or inline",
+        identity=False,
+    )
+    parsed: str = setting("parsed", "name of that column", identity=False)
     compression: str = setting("zstd", "zstd, snappy, gzip, lz4 or none", identity=False)
     journal_seconds: float = setting(
         5.0, "seconds between writes of finished rows whose part is not complete yet", identity=False
@@ -295,6 +303,13 @@ class OutputConfig:
     def __post_init__(self) -> None:
         _range("output.chunk_rows", self.chunk_rows, 1)
         _choice("output.compression", self.compression, COMPRESSION)
+        _choice("output.parse", self.parse, PARSES)
+        if self.schema is not None and self.parse == "none":
+            raise ConfigError("output.schema describes JSON: set output.parse=json too, or output.schema=null")
+        if self.schema is not None and not isinstance(self.schema, (str, dict)):
+            raise ConfigError(f"output.schema={self.schema!r} must be a JSON Schema, or a file with one")
+        if not self.parsed:
+            raise ConfigError("output.parsed is empty: name the column for the parsed completion")
         _range("output.journal_seconds", self.journal_seconds, 0.01)
         _range("output.merge_mib", self.merge_mib, 1)
         if not self.completion:
@@ -405,7 +420,7 @@ class BenchConfig:
 class Config:
     """A whole job."""
 
-    mode: str = setting("run", "run, plan, preview, bench, status or merge", identity=False)
+    mode: str = setting("run", "run, plan, preview, bench, status, merge or reparse", identity=False)
     preview_rows: int = setting(3, "rows shown by mode=preview", identity=False)
     retry: Any = setting(
         None, "make rows of finished parts again: error, length or both; sampling may differ then", identity=False

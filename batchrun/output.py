@@ -22,7 +22,9 @@ from batchrun.data.ledger import Ledger
 from batchrun.data.manifest import build_manifest, changed_settings, check_manifest, read_manifest, write_manifest
 from batchrun.data.outputs import OutputSchema
 from batchrun.data.overwrite import remove_output
+from batchrun.data.parsing import Parser
 from batchrun.data.plan import STATE_FOLDER, Chunk
+from batchrun.data.reparse import check_parsing
 from batchrun.data.retry import MAY_DIFFER, Retry
 from batchrun.data.runs import Runs, new_run_id
 from batchrun.data.store import Store
@@ -65,13 +67,14 @@ class Output:
         """Raise BatchrunError if the journal could not be written."""
         self.flusher.check()
 
-    def commit(self, buffer: ChunkBuffer) -> None:
-        """Put the part of a complete chunk in place."""
+    def commit(self, buffer: ChunkBuffer) -> int:
+        """Put the part of a complete chunk in place. Returns how many of its completions could not be parsed."""
         chunk = buffer.chunk
         table = self.schema.table(buffer.batches, chunk, buffer.source_name, buffer.results)
         self.store.commit(chunk, table if self.retry is None else self.retry.mark(chunk, table))
         self.ledger.note(chunk)
         self.journal.close(chunk)
+        return self.schema.parse_errors(table)
 
     def watchdog(self) -> Watchdog:
         """Ends the process when the engine makes no step, after saving what is finished."""
@@ -136,6 +139,7 @@ def open_output(job: Job) -> Iterator[Output]:
     claim = Claim(folder / STATE_FOLDER, launch.index, launch.count, manifest["fingerprint"], run)
     with claim.held():
         _take(folder, manifest, config, claim)
+        check_parsing(folder, read_manifest(folder) or manifest, schema.parser)
         store = Store(folder, whole, config.output.compression)
         store.sweep()
         retry = Retry(folder, schema, config.retry, run) if config.retry else None
@@ -190,6 +194,7 @@ def make_manifest(job: Job) -> dict[str, Any]:
         job.source.files,
         plan={"rows": job.plan.rows, "chunks": job.plan.num_chunks, "chunk_rows": job.plan.chunk_rows},
         config=_shown(job.config),
+        parsing=Parser(job.config.output).settings,
         versions=versions(),
         device=str(choose_device(job.config.model.device)),
         created=time.strftime("%Y-%m-%dT%H:%M:%S%z"),

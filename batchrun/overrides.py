@@ -21,7 +21,15 @@ from batchrun.errors import ConfigError
 
 GROUPS = ("model", "engine", "sampling", "prompt", "input", "output", "launch", "bench")
 PATH_KEYS = frozenset(
-    {"model.path", "model.tokenizer", "input.path", "output.path", "output.merge_path", "prompt.template_file"}
+    {
+        "model.path",
+        "model.tokenizer",
+        "input.path",
+        "output.path",
+        "output.merge_path",
+        "output.schema",
+        "prompt.template_file",
+    }
 )
 TEXT_KEYS = frozenset(
     {"prompt.template", "prompt.system", "prompt.prefill", "prompt.chat_template", "sampling.stop", "input.delimiter"}

@@ -16,6 +16,7 @@ MODE_HELP = {
     "preview": "the first rows as the model will see them, token by token; loads no weights",
     "bench": "measure batchrun beside other engines; see job=bench and job=article",
     "status": "how far the job of output.path is, from the folder alone; needs neither model nor input",
+    "reparse": "parse the completions in output.path anew, by output.parse; needs neither model nor input",
     "merge": "the parts of a finished output.path as fewer, larger files in output.merge_path",
 }
 

@@ -110,6 +110,9 @@ APART = {
     "input.revision",
     "input.streaming",
     "input.storage_options",
+    "output.parse",  # the three have a fingerprint of their own
+    "output.schema",
+    "output.parsed",
 }
 CSV = {"input.path": "ROWS", "input.format": "csv"}
 

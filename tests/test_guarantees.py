@@ -143,16 +143,23 @@ def test_an_output_that_is_removed_during_the_run_ends_it(config: Config, engine
 def test_a_disk_that_refuses_ends_the_run_and_a_rerun_completes(
     config: Config, engine: type[Engine], out: Path, monkeypatch: pytest.MonkeyPatch, where: str, number: int
 ) -> None:
-    refuse = threading.Event()
+    refuse, refused = threading.Event(), threading.Event()
     write_part, write_block, add = store_module._write, journal_module.Journal._write, Report.add_step
 
     def failing(write: Any) -> Any:
         def wrapped(*arguments: Any) -> Any:
             if refuse.is_set():
+                refused.set()
                 raise OSError(number, os.strerror(number))
             return write(*arguments)
 
         return wrapped
+
+    def at_step(made: int) -> None:
+        if made >= 100:
+            refuse.set()
+            # The journal is written by a thread of its own, which a fast engine would outrun.
+            assert where != "journal" or refused.wait(10)
 
     with monkeypatch.context() as patch:
         if where == "part":
@@ -161,7 +168,7 @@ def test_a_disk_that_refuses_ends_the_run_and_a_rerun_completes(
             patch.setattr(journal_module.Journal, "_write", failing(write_block))
         else:
             patch.setattr(Report, "add_step", failing(add))
-        engine.at_step = staticmethod(lambda made: refuse.set() if made >= 100 else None)
+        engine.at_step = staticmethod(at_step)
         with pytest.raises((BatchrunError, OSError), match=os.strerror(number)):
             runner.run(config)
     made = engine.made

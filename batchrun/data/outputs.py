@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -12,19 +11,20 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from batchrun import __version__
 from batchrun.config import OutputConfig
 from batchrun.data.formats.base import ROW_NUMBER
+from batchrun.data.parsing import PARSE_ERROR, PARSED, Parser
 from batchrun.data.plan import Chunk
-from batchrun.data.schemas import column_list, conform
+from batchrun.data.schemas import column_list, conform, storable
 from batchrun.data.values import clean_text
 from batchrun.errors import ErrorType, InputError
 
 COMPLETION = "completion"
 SOURCE_FILE = "source_file"
 SOURCE_ROW = "source_row"
+PARSING = b"batchrun.parsing"  # in a part's footer: the settings of its parser
 COUNTS = b"batchrun.counts"  # in a part's footer: its failed rows by error_type
 RESULT_TYPES: dict[str, pa.DataType] = {
     COMPLETION: pa.string(),
@@ -74,21 +74,26 @@ class RowResult:
 class OutputSchema:
     """The schema of every part, known before the model loads, and the tables that have it.
 
-    `input_schema` holds the columns that are read. `kept` are those that go to the output, `schema` is the whole.
-    `carried` are the columns that batches bring to `table`: with `numbered`, their rows have numbers of their own.
-    Raises InputError for a kept column that is missing, collides with an added one, or has a type that Parquet
-    cannot hold.
+    `types` are the added columns, by key, in their order, and `names` what they are called. `input_schema` holds the
+    columns that are read; `kept` are those that go to the output, `schema` is the whole. `carried` are the columns that
+    batches bring to `table`: with `numbered`, their rows have numbers of their own. Raises InputError for a kept column
+    that is missing, collides with an added one, or has a type that Parquet cannot hold, and for a JSON Schema that is
+    none.
     """
 
     def __init__(self, config: OutputConfig, input_schema: pa.Schema, fingerprint: str, numbered: bool = False) -> None:
         self.fingerprint = fingerprint
         self.kept = _kept_columns(config, input_schema)
         self.carried = [*self.kept, ROW_NUMBER] if numbered else self.kept
-        self.names = {key: config.prefix + (config.completion if key == COMPLETION else key) for key in RESULT_TYPES}
+        self.parser = Parser(config)
+        # Beside the completion comes what it is parsed to.
+        self.types = {COMPLETION: RESULT_TYPES[COMPLETION]} | self.parser.types | RESULT_TYPES
+        given = {COMPLETION: config.completion, PARSED: config.parsed}
+        self.names = {key: config.prefix + given.get(key, key) for key in self.types}
         _check_names(config, list(self.names.values()), self.kept)
-        fields = [_storable(input_schema.field(name)) for name in self.kept]
-        added = [pa.field(self.names[key], type) for key, type in RESULT_TYPES.items()]
-        metadata = _with_features(input_schema.metadata or {}, self.kept, added)
+        fields = [storable(input_schema.field(name)) for name in self.kept]
+        added = [pa.field(self.names[key], type) for key, type in self.types.items()]
+        metadata = with_features(input_schema.metadata or {}, self.kept, added)
         self.schema = pa.schema([*fields, *added], metadata)
 
     def table(
@@ -110,16 +115,23 @@ class OutputSchema:
         values = _result_values(results)
         values[SOURCE_FILE] = [source_name] * rows
         values[SOURCE_ROW] = _row_numbers(batches, chunk)
-        added = [pa.array(values[key], type) for key, type in RESULT_TYPES.items()]
+        values |= self.parser.columns(values[COMPLETION], values["finish_reason"])
+        added = [pa.array(values[key], type) for key, type in self.types.items()]
         errors = Counter(result.error_type or "error" for result in results if result.status == "error")
         schema = self.schema.with_metadata(
             {
                 **(self.schema.metadata or {}),
                 **footer(self.fingerprint, chunk, source_name),
+                PARSING: self.parser.record,
                 COUNTS: json.dumps(errors, sort_keys=True).encode(),
             }
         )
         return pa.Table.from_arrays([*carried.columns, *added], schema=schema)
+
+    def parse_errors(self, part: pa.Table) -> int:
+        """Completions of a part that could not be parsed."""
+        name = self.names.get(PARSE_ERROR)
+        return 0 if name is None else len(part) - part[name].null_count
 
     def results(self, part: pa.Table) -> list[RowResult]:
         """What `table` was given for a part, from the part, in row order."""
@@ -183,7 +195,11 @@ def _kept_columns(config: OutputConfig, schema: pa.Schema) -> list[str]:
 def _check_names(config: OutputConfig, added: list[str], kept: list[str]) -> None:
     doubled = [name for name in dict.fromkeys(added) if added.count(name) > 1]
     if doubled:
-        raise InputError(f"output.completion={config.completion} is the name of another added column: choose another")
+        raise InputError(
+            f"output.completion={config.completion}"
+            + (f" or output.parsed={config.parsed}" if config.parse != "none" else "")
+            + " is the name of another added column: choose another"
+        )
     taken = [name for name in added if name in kept]
     if taken:
         raise InputError(
@@ -193,25 +209,7 @@ def _check_names(config: OutputConfig, added: list[str], kept: list[str]) -> Non
         )
 
 
-def _storable(field: pa.Field) -> pa.Field:
-    """The column with the type that comes back from Parquet: seconds come as milliseconds, for one.
-
-    Raises InputError where Parquet has no type that holds the values.
-    """
-    sink = io.BytesIO()
-    try:
-        pq.write_table(pa.schema([field]).empty_table(), sink)
-        found = field.with_type(pq.read_schema(sink).field(0).type)
-        pa.schema([field]).empty_table().cast(pa.schema([found]))
-    except pa.ArrowException as error:
-        raise InputError(
-            f"column {field.name} of type {field.type} cannot be written as Parquet ({error}): "
-            "leave it out with output.columns"
-        ) from error
-    return field if found.type == field.type else found
-
-
-def _with_features(metadata: dict[bytes, bytes], kept: list[str], added: list[pa.Field]) -> dict[bytes, bytes]:
+def with_features(metadata: dict[bytes, bytes], kept: list[str], added: list[pa.Field]) -> dict[bytes, bytes]:
     """The input's metadata, with its Hugging Face features, if any, made those of the output.
 
     Features that cannot be read are dropped: `datasets` then takes the types from Arrow.
@@ -226,11 +224,16 @@ def _with_features(metadata: dict[bytes, bytes], kept: list[str], added: list[pa
         features = {name: old[name] for name in kept}
     except (ValueError, KeyError, TypeError):
         return metadata
-    features |= {field.name: _value_feature(field.type) for field in added}
+    features |= {field.name: _feature(field.type) for field in added}
     described["info"]["features"] = features
     described.pop("fingerprint", None)
     return metadata | {b"huggingface": json.dumps(described).encode()}
 
 
-def _value_feature(type: pa.DataType) -> dict[str, str]:
-    return {"dtype": "float32" if type == pa.float32() else str(type), "_type": "Value"}
+def _feature(type: pa.DataType) -> dict[str, Any]:
+    if pa.types.is_struct(type):
+        return {field.name: _feature(field.type) for field in type}
+    if pa.types.is_list(type):
+        return {"feature": _feature(type.value_type), "_type": "List"}
+    # Arrow calls these two float and double.
+    return {"dtype": {pa.float32(): "float32", pa.float64(): "float64"}.get(type, str(type)), "_type": "Value"}

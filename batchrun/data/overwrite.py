@@ -18,7 +18,16 @@ from batchrun.data.plan import MANIFEST, STATE_FOLDER
 from batchrun.faults import fault
 
 # Everything that a job keeps in its state folder, save the manifest, which goes last, and the locks, which are held.
-RECORDS = ("journal", "heartbeat", "runs", "metrics", "summary.json", "batch_output.jsonl", "report.html")
+RECORDS = (
+    "journal",
+    "heartbeat",
+    "runs",
+    "metrics",
+    "parsing.json",
+    "summary.json",
+    "batch_output.jsonl",
+    "report.html",
+)
 STALLED = "stalled-*.txt"
 
 logger = logging.getLogger(__name__)

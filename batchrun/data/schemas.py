@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from batchrun.data.formats.base import RESERVED
 from batchrun.errors import InputError
@@ -242,3 +244,21 @@ def _features(schema: pa.Schema) -> dict[str, Any]:
         return {name: feature for name, feature in features.items() if name in schema.names}
     except (KeyError, TypeError, ValueError, AttributeError):
         return {}
+
+
+def storable(field: pa.Field) -> pa.Field:
+    """The column with the type that comes back from Parquet: seconds come as milliseconds, for one.
+
+    Raises InputError where Parquet has no type that holds the values.
+    """
+    sink = io.BytesIO()
+    try:
+        pq.write_table(pa.schema([field]).empty_table(), sink)
+        found = field.with_type(pq.read_schema(sink).field(0).type)
+        pa.schema([field]).empty_table().cast(pa.schema([found]))
+    except pa.ArrowException as error:
+        raise InputError(
+            f"column {field.name} of type {field.type} cannot be written as Parquet ({error}): "
+            "leave it out with output.columns"
+        ) from error
+    return field if found.type == field.type else found

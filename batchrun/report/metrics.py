@@ -64,6 +64,7 @@ class Metrics:
         self.started_at = time.time()
         self.rows = 0
         self.deduplicated = 0
+        self.parse_errors = 0
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.completion_tokens = 0
@@ -146,6 +147,7 @@ class Metrics:
             "statuses": dict(self.statuses),
             "finish_reasons": dict(self.finish_reasons),
             "error_types": dict(self.error_types),
+            "parse_errors": self.parse_errors,
         }
 
     def _write_rows(self) -> None:

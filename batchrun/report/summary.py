@@ -33,6 +33,8 @@ def print_summary(output: Output, done: np.ndarray, metrics: Metrics) -> None:
         if metrics.error_types:
             kinds = ", ".join(f"{count:,} {kind}" for kind, count in metrics.error_types.most_common())
             print(f"{'errors':<14}{kinds}")
+        if metrics.parse_errors:
+            print(f"{'unparsed':<14}{metrics.parse_errors:,} completions: the column parse_error says why")
         if skipped := metrics.statuses["skipped"]:
             print(f"{'skipped':<14}{skipped:,}")
         if metrics.deduplicated:
