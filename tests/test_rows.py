@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import get_args
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -194,3 +195,40 @@ def test_a_row_cannot_ask_for_a_pattern_that_the_job_cannot_have(tiny: Path, tmp
     assert [row["error_type"] for row in read(tmp_path / "out")] == [None, "invalid_row", None]
     with pytest.raises(errors.ConfigError, match=r"repetition_min_pattern=9 .*between 1 and 4"):
         job(tiny, tmp_path, tmp_path, sampling__repetition_min_pattern=9, sampling__repetition_max_pattern=4)
+
+
+def test_lone_surrogates_come_back_from_the_journal(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Dies(Mangling):
+        def step(self) -> list[Completion]:
+            if self.completed >= 48:
+                raise KeyboardInterrupt
+            return super().step()
+
+    source = write_input(tmp_path / "in", [" ".join([f"w{4 + i}"] * 3) for i in range(60)])
+    config = job(tiny, source, tmp_path / "out")
+    monkeypatch.setattr(runner, "load_engine", lambda *_: Dies())
+    with pytest.raises(KeyboardInterrupt):
+        runner.run(config)
+    assert not list((tmp_path / "out").glob("part-*")), "all that is finished is in the journal"
+    monkeypatch.setattr(runner, "load_engine", lambda *_: FakeEngine())
+    runner.run(config)
+    texts = [row["completion"] for row in read(tmp_path / "out")]
+    assert sum(text.startswith("\ufffd ") and text.endswith(" \ufffd") for text in texts) == 48
+    assert sum(text.startswith("a") for text in texts) == 12
+
+
+def test_broken_utf8_in_a_column_is_that_row_s_alone(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    values = [b"w5 w6", b"w5 \xff\xfe w6", b"w7"]
+    offsets = pa.py_buffer(np.cumsum([0, *map(len, values)]).astype(np.int32).tobytes())
+    broken = pa.StringArray.from_buffers(3, offsets, pa.py_buffer(b"".join(values)))
+    pq.write_table(pa.table({"id": [0, 1, 2], "text": broken}), tmp_path / "in" / "a.parquet")
+    assert runner.run(job(tiny, tmp_path / "in", tmp_path / "out", output__columns=["id"])) == 0
+    rows = read(tmp_path / "out")
+    assert [row["error_type"] for row in rows] == [None, "invalid_row", None]
+    assert rows[1]["error"].startswith("column text: ")
+    assert runner.run(job(tiny, tmp_path / "in", tmp_path / "whole")) == 0
+    kept = pq.read_table(tmp_path / "whole" / "part-00000-000000.parquet")["text"].cast(pa.binary()).to_pylist()
+    assert kept == values

@@ -215,6 +215,13 @@ def test_lone_surrogates_are_replaced() -> None:
     assert decoded(prompt) == "<s>" + prompt.text
 
 
+def test_lone_surrogates_in_what_is_wrong_with_a_row_are_replaced() -> None:
+    template = "{% if messages[0]['content'] != 'text' %}{{ raise_exception(messages[0]['content']) }}{% endif %}"
+    messages = '[{"role": "user", "content": "a\\ud835b"}]'
+    [prompt] = build({"m": [messages]}, messages="m", chat_template=template)
+    assert (prompt.error_type, prompt.error) == ("template_error", "chat template: a\ufffdb")
+
+
 def test_messages_column() -> None:
     talk = [
         {"role": "user", "content": "hi"},
