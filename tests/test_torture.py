@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchrun import runner
+from batchrun.data.merge import merge_parts
 from batchrun.data.store import Store
 from batchrun.errors import ConfigError, InputError
 from tests import torture
@@ -52,7 +53,7 @@ def check_equal(found: pa.Table, made: pa.Table) -> None:
 
 
 @pytest.mark.parametrize("name", ["in.parquet", "in.arrow"])
-def test_every_type_is_carried_over_a_resume(tiny: Path, tmp_path: Path, name: str) -> None:
+def test_every_type_is_carried_over_a_resume_and_a_merge(tiny: Path, tmp_path: Path, name: str) -> None:
     made = torture.table()
     source = torture.write(tmp_path / name, made)
     config = job(tiny, source, tmp_path / "out", output__chunk_rows=20)
@@ -67,6 +68,10 @@ def test_every_type_is_carried_over_a_resume(tiny: Path, tmp_path: Path, name: s
     check_equal(after, made)
     schemas = {pq.read_schema(part).remove_metadata().to_string() for part in (tmp_path / "out").glob("part-*")}
     assert len(schemas) == 1
+    merge_parts(tmp_path / "out", tmp_path / "merged", 64, "zstd")
+    (merged,) = (tmp_path / "merged").glob("*.parquet")
+    check_equal(pq.read_table(merged), made)
+    assert {pq.read_schema(merged).remove_metadata().to_string()} == schemas
 
 
 def test_every_type_can_be_filtered(tiny: Path, tmp_path: Path) -> None:
