@@ -135,9 +135,14 @@ def lines(status: Status, folder: Path) -> list[str]:
 def _worker_lines(worker: Worker) -> list[str]:
     beat = worker.beat
     state = beat.get("state") if worker.alive or not worker.working else f"gone (was {beat.get('state')})"
+    # What is left is counted once the model is loaded; before that a beat has no progress to tell.
+    progress = (
+        f", {beat.get('rows_done', 0):,} of {beat.get('rows', 0):,} rows, {beat.get('rows_per_s', 0.0):,.1f} rows/s"
+        if beat.get("state") != "loading"
+        else ""
+    )
     shown = [
-        f"worker {beat.get('worker')}: {state}, {beat.get('rows_done', 0):,} of {beat.get('rows', 0):,} rows, "
-        f"{beat.get('rows_per_s', 0.0):,.1f} rows/s; {_duration(worker.age)} ago, process {beat.get('pid')} on "
+        f"worker {beat.get('worker')}: {state}{progress}; {_duration(worker.age)} ago, process {beat.get('pid')} on "
         f"{beat.get('host')}, run {beat.get('run')}"
     ]
     for key in ("failure", "last_error"):

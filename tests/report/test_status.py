@@ -131,3 +131,12 @@ def test_a_part_that_cannot_be_read_has_no_errors(out: Path, caplog: pytest.LogC
     with caplog.at_level(logging.WARNING):
         read_status(out)
     assert not caplog.messages
+
+
+def test_a_worker_that_loads_tells_of_no_progress(out: Path) -> None:
+    now = beat(out, state="loading", ended=None)
+    (line,) = [line for line in lines(read_status(out, now=now + 1), out) if line.startswith("worker")]
+    assert "rows" not in line
+    beat(out, state="running")
+    (line,) = [line for line in lines(read_status(out, now=now + 1), out) if line.startswith("worker")]
+    assert f"of {ROWS} rows" in line
