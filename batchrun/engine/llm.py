@@ -69,7 +69,9 @@ class LLM:
                     engine.add(request)
                 if not engine.has_work():
                     return
-                for completion in engine.step():
+                finished = engine.step()
+                engine.take_steps()  # nobody here reads them, and an endless stream must not keep them
+                for completion in finished:
                     flying.discard(completion.key)
                     yield completion
         finally:

@@ -101,3 +101,9 @@ def test_a_request_may_be_aborted_while_it_streams(llama: Path) -> None:
         llm.abort(1)
     assert keys == [0, 2]
     assert_idle(engine_of(llm))
+
+
+def test_a_stream_keeps_no_statistics(llama: Path) -> None:
+    llm = load(llama)
+    llm.generate([[5, 6, 7]] * 4, SamplingParams(max_tokens=4))
+    assert engine_of(llm).take_steps() == []
