@@ -58,16 +58,11 @@ def merge_parts(folder: Path, target: Path, mib: int, compression: str) -> tuple
 def _parts(folder: Path, manifest: Mapping[str, Any]) -> list[Path]:
     """Every part of the job in input order. Raises ConfigError if one is missing."""
     plan = plan_of(manifest)
-    missing = np.ones(plan.num_chunks, dtype=bool)
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            number = plan.number(entry.name)
-            if number is not None:
-                missing[number] = False
-    if missing.any():
-        names = [plan.chunk(number).part for number in np.flatnonzero(missing)[:SHOWN_PARTS].tolist()]
+    missing = np.setdiff1d(np.arange(plan.num_chunks), plan.present(folder))
+    if len(missing):
+        names = [plan.chunk(number).part for number in missing[:SHOWN_PARTS].tolist()]
         raise ConfigError(
-            f"{int(missing.sum()):,} of {plan.num_chunks:,} parts are not there yet ({', '.join(names)}): finish the "
+            f"{len(missing):,} of {plan.num_chunks:,} parts are not there yet ({', '.join(names)}): finish the "
             "job first"
         )
     return [folder / chunk.part for chunk in plan.chunks()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -80,6 +81,12 @@ class Plan:
             return None
         number = int(self.first[int(found[1])]) + int(found[2])
         return number if number < self.first[int(found[1]) + 1] else None
+
+    def present(self, folder: str | os.PathLike[str]) -> np.ndarray:
+        """Numbers of the chunks that have a part in `folder`, by name, ascending; int64 [n]. One listing."""
+        with os.scandir(folder) as entries:
+            found = [number for entry in entries if (number := self.number(entry.name)) is not None]
+        return np.sort(np.array(found, dtype=np.int64))
 
     def share(self, index: int, count: int) -> np.ndarray:
         """Chunks of worker `index` of `count`: every count-th."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,9 +96,8 @@ def _reparse(store: Store, chunk: Chunk, parser: Parser, settings: Settings, don
 def _finished(folder: Path, manifest: Mapping[str, Any]) -> list[Chunk]:
     """The chunks that have a part, in input order."""
     plan = plan_of(manifest)
-    with explained(folder), os.scandir(folder) as entries:
-        numbers = [plan.number(entry.name) for entry in entries]
-    return [plan.chunk(number) for number in sorted(number for number in numbers if number is not None)]
+    with explained(folder):
+        return [plan.chunk(number) for number in plan.present(folder).tolist()]
 
 
 def _reparsed(table: pa.Table, parser: Parser, settings: Settings) -> pa.Table:

@@ -117,10 +117,6 @@ class BlockPool:
             self._block_of[digest] = block
             self._digest[block] = digest
 
-    def known(self, digest: bytes) -> bool:
-        """Whether some block holds this prefix."""
-        return digest in self._block_of
-
     def check_integrity(self) -> None:
         """Raise AssertionError unless queue, counts and index agree; for tests and the end of a job."""
         queue, block = [], self._next[self.num_blocks]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -87,13 +85,7 @@ def read_status(folder: Path, now: float | None = None) -> Status:
     if manifest is None:
         raise ConfigError(f"output.path={folder} is not the output of a job: it has no manifest")
     plan = plan_of(manifest)
-    done = np.zeros(plan.num_chunks, dtype=bool)
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            number = plan.number(entry.name)
-            if number is not None:
-                done[number] = True
-    numbers = np.flatnonzero(done)
+    numbers = plan.present(folder)
     workers = _workers(folder, time.time() if now is None else now)
     rows_done = plan.rows_of(numbers)
     if len(numbers) <= FOOTERS:
