@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchrun.config import COMPRESSION, OutputConfig
+from batchrun.config.output import COMPRESSION, OutputConfig
 from batchrun.data import store as store_module
 from batchrun.data.outputs import OutputSchema, RowResult
 from batchrun.data.plan import Chunk

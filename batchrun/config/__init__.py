@@ -1,0 +1,100 @@
+"""The one schema of every setting: names, types, limits, and which settings change a completion.
+
+Hydra composes these dataclasses from conf/, jobs/ and the command line; nothing else in the package knows Hydra.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from batchrun.config.base import in_range, one_of, setting, strings
+from batchrun.config.bench import BenchConfig
+from batchrun.config.engine import EngineConfig
+from batchrun.config.input import InputConfig
+from batchrun.config.model import ModelConfig
+from batchrun.config.output import OutputConfig
+from batchrun.config.prompt import PromptConfig
+from batchrun.config.run import JobConfig, LaunchConfig, ReportConfig, RunConfig
+from batchrun.config.sampling import MAX_PATTERN, SamplingConfig
+from batchrun.errors import ConfigError
+
+MODES = ("run", "plan", "preview", "bench", "status", "merge", "reparse")
+RETRIES = ("error", "length")
+
+
+@dataclass
+class Config:
+    """A whole job."""
+
+    mode: str = setting("run", "run, plan, preview, bench, status, merge or reparse", identity=False)
+    preview_rows: int = setting(3, "rows shown by mode=preview", identity=False)
+    retry: Any = setting(
+        None, "make rows of finished parts again: error, length or both; sampling may differ then", identity=False
+    )
+    offline: bool = setting(False, "never ask the model hub; fail at once if a file is not local", identity=False)
+    job: JobConfig = field(default_factory=JobConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    prompt: PromptConfig = field(default_factory=PromptConfig)
+    input: InputConfig = field(default_factory=InputConfig)
+    output: OutputConfig = field(default_factory=OutputConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
+    bench: BenchConfig = field(default_factory=BenchConfig)
+
+    def __post_init__(self) -> None:
+        one_of("mode", self.mode, MODES)
+        in_range("preview_rows", self.preview_rows, 1)
+        self.retry = [kind for item in strings("retry", self.retry) for kind in item.split(",")]
+        for kind in self.retry:
+            one_of("retry", kind, RETRIES)
+        # Here and not with the section, because a row may set one of the two alone.
+        sampling = self.sampling
+        longest = sampling.repetition_max_pattern or MAX_PATTERN
+        in_range("sampling.repetition_min_pattern", sampling.repetition_min_pattern, 1, longest)
+        if self.retry and self.output.overwrite:
+            raise ConfigError("retry keeps an output and output.overwrite=true replaces it: set one of them")
+        if self.input.format == "openai":
+            self._take_requests()
+
+    def _take_requests(self) -> None:
+        """A request of OpenAI's batch file brings its own messages and parameters, in columns of these names."""
+        prompt = self.prompt
+        if all(value is None for value in (prompt.template, prompt.template_file, prompt.messages, prompt.prompt_ids)):
+            prompt.messages = "messages"
+        if prompt.params is None:
+            prompt.params = "params"
+        for key, columns in (("input.columns", self.input.columns), ("output.columns", self.output.columns)):
+            if columns is not None and "custom_id" not in columns:
+                raise ConfigError(f"{key}={columns} leaves out custom_id, by which answers to requests are told apart")
+
+
+def leaves(schema: type = Config, prefix: str = "") -> dict[str, dataclasses.Field[Any]]:
+    """Every setting by its dotted key, in the order of the schema."""
+    import typing
+
+    hints = typing.get_type_hints(schema)
+    found: dict[str, dataclasses.Field[Any]] = {}
+    for f in dataclasses.fields(schema):
+        key = f"{prefix}{f.name}"
+        if dataclasses.is_dataclass(hints[f.name]):
+            found |= leaves(hints[f.name], f"{key}.")
+        else:
+            found[key] = f
+    return found
+
+
+def lookup(config: Any, key: str) -> Any:
+    """The value of a dotted key."""
+    for name in key.split("."):
+        config = getattr(config, name)
+    return config
+
+
+def identity(config: Config) -> dict[str, Any]:
+    """The settings that change a completion, by dotted key, as plain values for JSON."""
+    return {key: lookup(config, key) for key, f in leaves().items() if f.metadata["identity"]}

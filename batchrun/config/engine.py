@@ -1,0 +1,44 @@
+"""How tokens are computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from batchrun.config.base import in_range, one_of, setting
+from batchrun.errors import ConfigError
+
+ATTENTION = ("auto", "torch", "cpu")
+
+
+@dataclass
+class EngineConfig:
+    """How tokens are computed: speed and memory only, never what a completion says."""
+
+    attention: str = setting("auto", "attention backend: auto, torch or cpu", identity=False)
+    block_size: int = setting(32, "tokens in one page of the KV cache", identity=False)
+    num_blocks: int | None = setting(None, "pages in the KV cache; default: from kv_cache_gib", identity=False)
+    kv_cache_gib: float | None = setting(
+        None, "memory for the KV cache in GiB; default: from the free memory", identity=False
+    )
+    max_num_seqs: int = setting(256, "most sequences running at once", identity=False)
+    max_batched_tokens: int = setting(2048, "most tokens computed in one step", identity=False)
+    prefix_caching: bool = setting(True, "reuse pages of prompts that begin alike", identity=False)
+    fused_layers: bool = setting(
+        True, "rebuild decoder layers with merged products, where they compute the same", identity=False
+    )
+    workers: str = setting(
+        "auto", "engine processes: a number, or auto (one per GPU; small models on a CPU: one per core)", identity=False
+    )
+    num_threads: int | None = setting(None, "CPU threads; default: all cores given to the process", identity=False)
+
+    def __post_init__(self) -> None:
+        one_of("engine.attention", self.attention, ATTENTION)
+        in_range("engine.block_size", self.block_size, 1, 1024)
+        in_range("engine.num_blocks", self.num_blocks, 2)
+        in_range("engine.max_num_seqs", self.max_num_seqs, 1, 65536)
+        in_range("engine.max_batched_tokens", self.max_batched_tokens, 1)
+        in_range("engine.num_threads", self.num_threads, 1)
+        if self.workers != "auto" and not (self.workers.isdecimal() and int(self.workers) >= 1):
+            raise ConfigError(f"engine.workers={self.workers!r} must be auto or a number from 1")
+        if self.kv_cache_gib is not None and self.kv_cache_gib <= 0:
+            raise ConfigError(f"engine.kv_cache_gib={self.kv_cache_gib} must be above 0")

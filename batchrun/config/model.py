@@ -1,0 +1,29 @@
+"""Which weights, and how they are loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from batchrun.config.base import in_range, one_of, setting
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass
+class ModelConfig:
+    """Which weights, and how they are loaded."""
+
+    path: str | None = setting(None, "local folder or hub id of a transformers model", identity=True)
+    revision: str | None = setting(None, "branch, tag or commit of a hub id", identity=True)
+    tokenizer: str | None = setting(None, "folder or hub id of another tokenizer", identity=True)
+    dtype: str = setting("auto", "auto, float32, bfloat16 or float16", identity=True)
+    device: str = setting("auto", "auto, cpu, cuda or cuda:N", identity=False)
+    max_model_len: int | None = setting(
+        None, "longest prompt + completion in tokens; default: the model's", identity=True
+    )
+    trust_remote_code: bool = setting(False, "run Python code that comes with the checkpoint", identity=True)
+    allow_pickle: bool = setting(False, "load .bin weights too; they can run code when opened", identity=False)
+
+    def __post_init__(self) -> None:
+        one_of("model.dtype", self.dtype, DTYPES)
+        in_range("model.max_model_len", self.max_model_len, 2)
