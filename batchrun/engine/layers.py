@@ -3,7 +3,7 @@
 Most decoders are one shape: norm, QKV, RoPE, attention, output, residual, norm, gated MLP, residual, with a few
 switches. A layer whose parts have that shape is rebuilt from its own weights (QKV and gate/up as one product
 each, weights packed, one pass per elementwise part) and takes the original's place only if it gives the
-original's numbers on the same inputs. Every other layer stays as it is.
+original's numbers on the same inputs. An MLP of another shape is called inside as it is; every other layer stays.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from batchrun.engine import hook
 from batchrun.engine.attention.base import LayerCall
 from batchrun.engine.checkpoint import position_limit
 from batchrun.engine.linear import PackedHead, PackedLinear
-from batchrun_kernels.cpu.layer import gelu_tanh_and_mul, rms_norm, rotate, silu_and_mul
+from batchrun.engine.mlp import GatedMLP, OriginalMLP, busy_children, mlp_forms, parts
+from batchrun_kernels.cpu.layer import rms_norm, rotate
 from batchrun_kernels.cpu.scalar import elements
 
 log = logging.getLogger(__name__)
@@ -30,10 +31,6 @@ ROWS = 256  # tokens at once between attention calls: their activations stay in 
 PROBE_TOKENS = 11
 # Relative error of what the layer adds to its input. In half precision the original rounds between its parts.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
-ACTIVATIONS: dict[str, Callable[[np.ndarray, np.ndarray], None]] = {
-    "silu": silu_and_mul,
-    "gelu_pytorch_tanh": gelu_tanh_and_mul,
-}
 
 
 class Norm:
@@ -60,14 +57,14 @@ class Switches:
 class FusedLayer(torch.nn.Module):
     """Takes and returns what a transformers decoder layer does: hidden states [1, T, H]."""
 
-    def __init__(self, layer: Any, call: LayerCall, switches: Switches) -> None:
+    def __init__(self, layer: Any, mlp: GatedMLP | OriginalMLP, call: LayerCall, switches: Switches) -> None:
         super().__init__()
-        attention, mlp = layer.self_attn, layer.mlp
+        attention = layer.self_attn
         self.call = call
         self.rotates = switches.rotates
         if hasattr(layer, "attention_type"):
             self.attention_type = layer.attention_type
-        self.qkv = PackedLinear(_parts(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj")))
+        self.qkv = PackedLinear(parts(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj")))
         self.output = PackedLinear([attention.o_proj])
         self.head_dim = int(attention.head_dim)
         self.heads = self.output.in_features // self.head_dim
@@ -76,28 +73,26 @@ class FusedLayer(torch.nn.Module):
         self.norms = {
             name: Norm(getattr(layer, name), switches.norm_offset) for name in NORM_NAMES if hasattr(layer, name)
         }
-        self.gate_up = PackedLinear(_parts(mlp, "gate_up_proj", ("gate_proj", "up_proj")))
-        self.down = PackedLinear([mlp.down_proj])
-        self.activation = ACTIVATIONS[_activation_name(mlp)]
+        self.mlp = mlp
 
     def forward(self, hidden_states: torch.Tensor, position_embeddings: Any = None, **_: Any) -> torch.Tensor:
         x = hidden_states[0]
         norms, post = self.norms, "pre_feedforward_layernorm" in self.norms
         mixed = self._attend(x, position_embeddings)
         out = torch.empty_like(x)
-        for rows in _row_chunks(len(x)):
+        for rows in _row_chunks(len(x), self.mlp.rows):
             if post:
                 h = x[rows] + norms["post_attention_layernorm"](self.output(mixed[rows]))
-                out[rows] = h + norms["post_feedforward_layernorm"](self._mlp(norms["pre_feedforward_layernorm"](h)))
+                out[rows] = h + norms["post_feedforward_layernorm"](self.mlp(norms["pre_feedforward_layernorm"](h)))
             else:
                 h = self.output(mixed[rows], add=x[rows])
-                out[rows] = self._mlp(norms["post_attention_layernorm"](h), add=h)
+                out[rows] = self.mlp(norms["post_attention_layernorm"](h), add=h)
         return out[None]
 
     def _attend(self, x: torch.Tensor, position_embeddings: Any) -> torch.Tensor:
         """Attention over [T, H] before its output product: [T, heads * head_dim]."""
         qkv = x.new_empty(len(x), self.qkv.out_features)
-        for rows in _row_chunks(len(x)):
+        for rows in _row_chunks(len(x), ROWS):
             qkv[rows] = self.qkv(self.norms["input_layernorm"](x[rows]))
         heads = qkv.view(len(x), -1, self.head_dim)
         q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
@@ -106,12 +101,6 @@ class FusedLayer(torch.nn.Module):
             turning = heads[:, : self.heads + self.kv_heads]
             rotate(elements(turning), cos, sin, self.head_norms, self.head_eps)
         return hook.attend(self.call, q, k, v).reshape(len(x), -1)
-
-    def _mlp(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
-        gated = self.gate_up(x)
-        inner = x.new_empty(len(x), self.down.in_features)
-        self.activation(elements(gated), elements(inner))
-        return self.down(inner, add)
 
     def _head_norms(self, attention: Any, offset: float) -> tuple[np.ndarray, float]:
         """Weights of q_norm and k_norm per head, [heads + kv heads, head_dim]; [0, 0] if there are none."""
@@ -168,9 +157,9 @@ def fuse_layer(layer: Any, seen: Seen, dtype: torch.dtype) -> FusedLayer | None:
     if not _has_known_parts(layer) or not isinstance(seen.output, torch.Tensor):
         return None
     change = (seen.output - seen.hidden_states).float().norm()
-    for offset, rotates in product((0.0, 1.0), (True, False)):
+    for mlp, offset, rotates in product(mlp_forms(layer.mlp), (0.0, 1.0), (True, False)):
         try:
-            fused = FusedLayer(layer, seen.call, Switches(offset, rotates))
+            fused = FusedLayer(layer, mlp, seen.call, Switches(offset, rotates))
             with hook.forward_context(_plain_attention):
                 output = fused(seen.hidden_states, **seen.keywords)
         except (AttributeError, RuntimeError, ValueError, TypeError, KeyError):
@@ -180,36 +169,13 @@ def fuse_layer(layer: Any, seen: Seen, dtype: torch.dtype) -> FusedLayer | None:
     return None
 
 
-def _parts(module: Any, merged: str, single: tuple[str, ...]) -> list[Any]:
-    """A product that some families store merged and others in parts."""
-    return [getattr(module, merged)] if hasattr(module, merged) else [getattr(module, name) for name in single]
-
-
 def _has_known_parts(layer: Any) -> bool:
     attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
     if attention is None or mlp is None or not hasattr(attention, "head_dim"):
         return False
     known = {"self_attn", "mlp", *NORM_NAMES}
     linears = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "q_norm", "k_norm")
-    gated = ("gate_proj", "up_proj", "gate_up_proj", "down_proj", "act_fn", "activation_fn")
-    return (
-        _busy_children(layer) <= known
-        and _busy_children(attention) <= set(linears)
-        and _busy_children(mlp) <= set(gated)
-        and _activation_name(mlp) in ACTIVATIONS
-    )
-
-
-def _busy_children(module: Any) -> set[str]:
-    """Names of the children that compute something: dropout at inference and Identity do not."""
-    idle = (torch.nn.Dropout, torch.nn.Identity)
-    return {name for name, child in module.named_children() if not isinstance(child, idle)}
-
-
-def _activation_name(mlp: Any) -> str:
-    function = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
-    names = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu_pytorch_tanh"}
-    return names.get(type(function).__name__, "")
+    return busy_children(layer) <= known and busy_children(attention) <= set(linears)
 
 
 def _decoder_layers(module: Any) -> Any:
@@ -257,5 +223,5 @@ def _plain_attention(call: LayerCall, q: torch.Tensor, k: torch.Tensor, v: torch
     return out[0].transpose(0, 1)
 
 
-def _row_chunks(rows: int) -> Iterator[slice]:
-    return (slice(start, min(start + ROWS, rows)) for start in range(0, rows, ROWS))
+def _row_chunks(rows: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
