@@ -47,7 +47,7 @@ def plan(config: Config) -> int:
     """Print files, rows, chunks, token counts, memory and a lower bound of the time."""
     job = open_job(config, weights=False)
     # Output columns that collide are an error of the job, found here as in a run.
-    OutputSchema(config.output, job.source.schema, fingerprint({}, job.source.files))
+    OutputSchema(config.output, job.source.schema, fingerprint({}, job.source.files), task_types=job.task.columns)
     files, source = job.source.files, job.plan
     print(f"{'files':<12}{len(files):,}")
     for file in files[:10]:

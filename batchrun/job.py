@@ -20,6 +20,8 @@ from batchrun.data.sources import Source, open_source
 from batchrun.engine.checkpoint import Checkpoint, load_tokenizer, open_checkpoint
 from batchrun.engine.model import choose_device, choose_dtype
 from batchrun.errors import ConfigError
+from batchrun.tasks.base import Task
+from batchrun.tasks.registry import make_task
 
 
 @dataclass(slots=True)
@@ -32,6 +34,7 @@ class Job:
     source: Source
     plan: Plan
     prompts: PromptBuilder
+    task: Task
 
     def settings(self) -> dict[str, Any]:
         """What decides a completion, by key, with every `auto` and every file resolved."""
@@ -94,7 +97,9 @@ def open_job(config: Config, *, weights: bool) -> Job:
     prompts = PromptBuilder(
         config.prompt, tokenizer, source.schema, checkpoint.max_model_len, folders, config.sampling.max_tokens
     )
-    return Job(config, checkpoint, tokenizer, source, Plan(source.files, config.output.chunk_rows), prompts)
+    return Job(
+        config, checkpoint, tokenizer, source, Plan(source.files, config.output.chunk_rows), prompts, make_task(config)
+    )
 
 
 def _joined(starts: np.ndarray, stops: np.ndarray) -> list[tuple[int, int]]:

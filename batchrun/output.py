@@ -133,7 +133,7 @@ def open_output(job: Job) -> Iterator[Output]:
     manifest = make_manifest(job)
     # The parts of a retry keep the fingerprint of the job that made them.
     whole = _check_belongs(folder, manifest, config)
-    schema = OutputSchema(config.output, job.source.schema, whole, job.source.numbered)
+    schema = OutputSchema(config.output, job.source.schema, whole, job.source.numbered, job.task.columns)
     runs, record = Runs(folder), _record(job, folder, manifest)
     run = (config.retry and runs.unfinished(record)) or new_run_id()
     claim = Claim(folder / STATE_FOLDER, launch.index, launch.count, manifest["fingerprint"], run)

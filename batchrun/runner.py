@@ -16,16 +16,16 @@ from batchrun.data.outputs import RowResult
 from batchrun.data.prompt import Prompt
 from batchrun.engine.engine import Engine
 from batchrun.engine.llm import load_engine
-from batchrun.engine.params import Request
 from batchrun.engine.pool import EnginePool
 from batchrun.errors import Drained
-from batchrun.flight import Flight, Row
+from batchrun.flight import Flight
 from batchrun.job import open_job
 from batchrun.output import Output, open_output
 from batchrun.prefetch import prefetch
 from batchrun.report.progress import Progress
 from batchrun.report.report import Report
 from batchrun.report.summary import print_summary
+from batchrun.row import Row
 from batchrun.signals import Drain
 from batchrun.watchdog import Watchdog
 
@@ -95,7 +95,7 @@ class Backlog:
     def __init__(self, output: Output, numbers: np.ndarray, progress: Progress) -> None:
         self.rows = 0
         self.bytes = 0
-        self.config = output.job.config
+        self.job = output.job
         self._output = output
         self._numbers = numbers
         self._progress = progress
@@ -139,7 +139,7 @@ def complete(
     engine: Engine | EnginePool, backlog: Backlog, report: Report, drain: Drain, watchdog: Watchdog
 ) -> Iterator[tuple[Row, RowResult | None]]:
     """Every row of the backlog with its result, in the order they finish; fewer if the run is asked to stop."""
-    flight = Flight(backlog.config)
+    flight = Flight(backlog.job.task, backlog.job.config.run.dedup)
     with closing(iter(backlog)) as rows:
         more = True
         while more or engine.has_work():
@@ -157,13 +157,15 @@ def complete(
                     more = False
                     break
                 what = flight.board(row)
-                if isinstance(what, Request):
-                    engine.add(what)
+                if isinstance(what, list):
+                    for request in what:
+                        engine.add(request)
+                    room -= len(what)
                 elif what is not None or row.prompt is None:
                     yield row, what
-                # Rows that take the result of another are free; others count, those too that cannot be sent.
-                room -= not (what is None or (isinstance(what, RowResult) and what.deduplicated))
-                if not room:
+                    # Rows that take the result of another are free; others count, those too that cannot be sent.
+                    room -= what is not None and not what.deduplicated
+                if room <= 0:
                     break
             if engine.has_work():
                 for completion in engine.step():

@@ -13,13 +13,15 @@ import pytest
 
 from batchrun import flight as flight_module
 from batchrun import runner
-from batchrun.config import Config, RunConfig, SamplingConfig
+from batchrun.config import Config, SamplingConfig
 from batchrun.data.buffer import ChunkBuffer
 from batchrun.data.outputs import RowResult
 from batchrun.data.plan import Chunk
 from batchrun.data.prompt import Prompt
-from batchrun.engine.params import Completion, Request
-from batchrun.flight import Flight, Results, Row
+from batchrun.engine.params import Completion, Request, SamplingParams
+from batchrun.flight import Flight, Results
+from batchrun.row import Row
+from batchrun.tasks.generate import Generate
 from tests import fake
 from tests.test_runner import job, read, words, write_input
 
@@ -34,7 +36,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def flight(dedup: bool = True, **sampling: Any) -> Flight:
-    return Flight(Config(sampling=SamplingConfig(**sampling), run=RunConfig(dedup=dedup)))
+    return Flight(Generate(Config(sampling=SamplingConfig(**sampling))), dedup)
 
 
 def row(number: int, ids: list[int], params: dict[str, Any] | None = None) -> Row:
@@ -46,8 +48,9 @@ def answer(request: Request, text: str = "yes", **values: Any) -> Completion:
 
 
 def asked(flying: Flight, one: Row) -> Request:
-    request = flying.board(one)
-    assert isinstance(request, Request)
+    requests = flying.board(one)
+    assert isinstance(requests, list)
+    (request,) = requests
     return request
 
 
@@ -116,7 +119,7 @@ def test_failures_are_shared_by_those_that_wait_and_not_remembered() -> None:
 
 def test_what_is_remembered_is_bounded_by_rows_and_text() -> None:
     results = Results(rows=3, chars=10)
-    params = flight().sampling.of(row(0, [7]))
+    params = SamplingParams()
     for number in range(4):
         results.put((bytes([number]), params), RowResult("ab"))
         results.get((bytes([0]), params))

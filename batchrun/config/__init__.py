@@ -21,6 +21,7 @@ from batchrun.config.sampling import MAX_PATTERN, SamplingConfig
 from batchrun.errors import ConfigError
 
 MODES = ("run", "plan", "preview", "bench", "status", "merge", "reparse")
+TASKS = ("generate",)
 RETRIES = ("error", "length")
 
 
@@ -29,6 +30,7 @@ class Config:
     """A whole job."""
 
     mode: str = setting("run", "run, plan, preview, bench, status, merge or reparse", identity=False)
+    task: str = setting("generate", "what is done with each row: generate (a completion)", identity=True)
     preview_rows: int = setting(3, "rows shown by mode=preview", identity=False)
     retry: Any = setting(
         None, "make rows of finished parts again: error, length or both; sampling may differ then", identity=False
@@ -48,6 +50,7 @@ class Config:
 
     def __post_init__(self) -> None:
         one_of("mode", self.mode, MODES)
+        one_of("task", self.task, TASKS)
         in_range("preview_rows", self.preview_rows, 1)
         self.retry = [kind for item in strings("retry", self.retry) for kind in item.split(",")]
         for kind in self.retry:

@@ -45,6 +45,7 @@ RESULT_TYPES: dict[str, pa.DataType] = {
     "deduplicated": pa.bool_(),
     "run": pa.string(),
 }
+OF_COMPLETIONS = (COMPLETION, "completion_tokens", "max_tokens", "first_token_s")  # no columns where no text is made
 
 
 @dataclass(slots=True)
@@ -69,6 +70,7 @@ class RowResult:
     total_s: float = 0.0
     deduplicated: bool = False  # the result is that of a row with the same prompt
     run: str | None = None
+    values: dict[str, Any] | None = None  # of the columns that a task has in place of a completion; None: all null
 
 
 class OutputSchema:
@@ -76,18 +78,30 @@ class OutputSchema:
 
     `types` are the added columns, by key, in their order, and `names` what they are called. `input_schema` holds the
     columns that are read; `kept` are those that go to the output, `schema` is the whole. `carried` are the columns that
-    batches bring to `table`: with `numbered`, their rows have numbers of their own. Raises InputError for a kept column
+    batches bring to `table`: with `numbered`, their rows have numbers of their own. `task_types` are the columns of a
+    task that completes no text, None for one that does. Raises InputError for a kept column
     that is missing, collides with an added one, or has a type that Parquet cannot hold, and for a JSON Schema that is
     none.
     """
 
-    def __init__(self, config: OutputConfig, input_schema: pa.Schema, fingerprint: str, numbered: bool = False) -> None:
+    def __init__(
+        self,
+        config: OutputConfig,
+        input_schema: pa.Schema,
+        fingerprint: str,
+        numbered: bool = False,
+        task_types: dict[str, pa.DataType] | None = None,
+    ) -> None:
         self.fingerprint = fingerprint
         self.kept = _kept_columns(config, input_schema)
         self.carried = [*self.kept, ROW_NUMBER] if numbered else self.kept
         self.parser = Parser(config)
-        # Beside the completion comes what it is parsed to.
-        self.types = {COMPLETION: RESULT_TYPES[COMPLETION]} | self.parser.types | RESULT_TYPES
+        self.task_types = task_types
+        if task_types is None:
+            # Beside the completion comes what it is parsed to.
+            self.types = {COMPLETION: RESULT_TYPES[COMPLETION]} | self.parser.types | RESULT_TYPES
+        else:
+            self.types = task_types | {key: type for key, type in RESULT_TYPES.items() if key not in OF_COMPLETIONS}
         given = {COMPLETION: config.completion, PARSED: config.parsed}
         self.names = {key: config.prefix + given.get(key, key) for key in self.types}
         _check_names(config, list(self.names.values()), self.kept)
@@ -115,7 +129,10 @@ class OutputSchema:
         values = _result_values(results)
         values[SOURCE_FILE] = [source_name] * rows
         values[SOURCE_ROW] = _row_numbers(batches, chunk)
-        values |= self.parser.columns(values[COMPLETION], values["finish_reason"])
+        if self.task_types is None:
+            values |= self.parser.columns(values[COMPLETION], values["finish_reason"])
+        for key in self.task_types or ():
+            values[key] = [None if result.values is None else result.values[key] for result in results]
         added = [pa.array(values[key], type) for key, type in self.types.items()]
         errors = Counter(result.error_type or "error" for result in results if result.status == "error")
         schema = self.schema.with_metadata(
@@ -138,8 +155,11 @@ class OutputSchema:
         fields = {
             field.name: COMPLETION if field.name == "text" else field.name for field in dataclasses.fields(RowResult)
         }
-        columns = [part[self.names[key]].to_pylist() for key in fields.values()]
-        return [RowResult(**dict(zip(fields, values, strict=True))) for values in zip(*columns, strict=True)]
+        found = {name: part[self.names[key]].to_pylist() for name, key in fields.items() if key in self.names}
+        if self.task_types is not None:
+            own = [part[self.names[key]].to_pylist() for key in self.task_types]
+            found["values"] = [dict(zip(self.task_types, values, strict=True)) for values in zip(*own, strict=True)]
+        return [RowResult(**dict(zip(found, values, strict=True))) for values in zip(*found.values(), strict=True)]
 
 
 def _row_numbers(batches: pa.Table | Sequence[pa.RecordBatch], chunk: Chunk) -> Any:

@@ -1,0 +1,1 @@
+"""What a job does with each row: `task` in the config names one of these."""

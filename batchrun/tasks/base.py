@@ -1,0 +1,73 @@
+"""What a task is: the requests that a row becomes, and the result that their completions become."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from batchrun.config import Config
+from batchrun.data.outputs import RowResult
+from batchrun.engine.params import Completion, Request
+from batchrun.row import Row
+
+
+class Task(ABC):
+    """One way to use a model on a row, made once for a job and asked about each of its rows.
+
+    A new task is a class here, its name in `registry.py` and in `TASKS` of the config, and the settings it has, if
+    any, in a config section of its own. Everything else (equal rows asked once, the journal, errors, parts, resume)
+    is the same for all tasks and needs no word from them.
+    """
+
+    # What the task adds to each output row, as Arrow types by column name. None: a completion, and what it is parsed
+    # to. A row's values for them are in RowResult.values, by the same names, as what JSON can hold.
+    columns: dict[str, pa.DataType] | None = None
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @abstractmethod
+    def requests(self, row: Row) -> list[Request]:
+        """What is asked of the engine for a row whose prompt is good: one request or more, whose keys are not yet set.
+
+        The order of the list is that of the completions in `result`.
+        """
+
+    @abstractmethod
+    def result(self, row: Row, completions: Sequence[Completion]) -> RowResult:
+        """What the answers come to. All are there, and any of them may have failed (see `failure`)."""
+
+    def repeatable(self, row: Row, requests: Sequence[Request]) -> bool:
+        """Whether equal requests have equal answers, so that rows which make them need be asked only once."""
+        return True
+
+
+def row_result(row: Row, completions: Sequence[Completion], **values: Any) -> RowResult:
+    """The fields that rows of all tasks have, from a row's completions, with `values` for others.
+
+    With completions that failed, the row has failed as the first of them.
+    """
+    failed = next((done for done in completions if done.error_type is not None), None)
+    common: dict[str, Any] = {
+        "finish_reason": "stop" if failed is None else failed.finish_reason,
+        "status": "ok" if failed is None else "error",
+        "error_type": None if failed is None else failed.error_type,
+        "error": None if failed is None else failed.error,
+        "prompt_tokens": sum(done.prompt_tokens for done in completions),
+        "truncated_tokens": row.prompt.truncated_tokens if row.prompt else 0,
+        "cached_tokens": sum(done.cached_tokens for done in completions),
+        "queue_s": max(done.queue_s for done in completions),
+        "total_s": max(done.total_s for done in completions),
+    }
+    return RowResult(**(common | values))
+
+
+def prompt_digest(ids: Sequence[int] | np.ndarray) -> bytes:
+    """16 bytes that stand for a prompt."""
+    return hashlib.blake2b(array("q", ids), digest_size=16).digest()

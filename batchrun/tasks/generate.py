@@ -1,0 +1,82 @@
+"""A completion for each row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from batchrun.config import Config, SamplingConfig
+from batchrun.data.outputs import RowResult
+from batchrun.data.row_params import row_sampling
+from batchrun.engine.engine import row_seed
+from batchrun.engine.params import Completion, Request, SamplingParams
+from batchrun.row import Row
+from batchrun.tasks.base import Task, prompt_digest, row_result
+
+
+class Generate(Task):
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.sampling = RowSampling(config.sampling)
+
+    def requests(self, row: Row) -> list[Request]:
+        assert row.prompt is not None
+        return [Request(None, row.prompt.ids, self.sampling.of(row))]
+
+    def result(self, row: Row, completions: Sequence[Completion]) -> RowResult:
+        (completion,) = completions
+        return row_result(
+            row,
+            completions,
+            text=None if completion.error_type is not None else completion.text,
+            finish_reason=completion.finish_reason,
+            completion_tokens=len(completion.token_ids),
+            max_tokens=completion.max_tokens,
+            first_token_s=completion.first_token_s,
+        )
+
+    def repeatable(self, row: Row, requests: Sequence[Request]) -> bool:
+        return requests[0].params.temperature == 0 or self.sampling.by_content(row)
+
+
+class RowSampling:
+    """The sampling parameters of each row: the job's, with the row's own in their place."""
+
+    def __init__(self, config: SamplingConfig) -> None:
+        self.config = config
+        self.greedy = _params(config, seed=0) if config.temperature == 0 else None
+
+    def of(self, row: Row) -> SamplingParams:
+        """A row without a seed of its own gets one that follows from the job's seed and the row's place or prompt."""
+        own = (row.prompt.params if row.prompt else None) or {}
+        if self.greedy is not None and not own:
+            return self.greedy
+        s = row_sampling(self.config, own)
+        if s.temperature == 0:
+            return _params(s, seed=0)
+        if "seed" in own:
+            return _params(s, s.seed)
+        if s.seed_by == "content" and row.prompt is not None:
+            return _params(s, row_seed(s.seed, prompt_digest(row.prompt.ids).hex()))
+        return _params(s, row_seed(s.seed, row.buffer.source_name, row.number))
+
+    def by_content(self, row: Row) -> bool:
+        """Whether the row's seed follows from its prompt, so that equal prompts have equal completions."""
+        own = (row.prompt.params if row.prompt else None) or {}
+        return "seed" in own or own.get("seed_by", self.config.seed_by) == "content"
+
+
+def _params(s: SamplingConfig, seed: int) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=s.max_tokens,
+        temperature=s.temperature,
+        top_p=s.top_p,
+        top_k=s.top_k,
+        seed=seed,
+        stop=tuple(s.stop),
+        stop_token_ids=tuple(s.stop_token_ids),
+        ignore_eos=s.ignore_eos,
+        skip_special_tokens=s.skip_special_tokens,
+        repetition_max_pattern=s.repetition_max_pattern,
+        repetition_min_pattern=s.repetition_min_pattern,
+        repetition_min_count=s.repetition_min_count,
+    )
