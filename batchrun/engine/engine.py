@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from batchrun.engine.batch import Batch
+from batchrun.engine.deltas import Piece, PieceWriter
 from batchrun.engine.detokenizer import StopMatcher
 from batchrun.engine.kv_cache import BlockPool, block_hashes
 from batchrun.engine.model import PagedModel
@@ -61,6 +62,7 @@ class Engine:
         self.last_step: StepStats | None = None
         self._steps: list[StepStats] = []
         self._sequences: dict[Any, Sequence] = {}
+        self._pieces = PieceWriter(tokenizer)
         self._refused: list[Completion] = []
         self._num_added = 0
 
@@ -85,13 +87,25 @@ class Engine:
             stops=StopMatcher(self.tokenizer, params.stop, params.skip_special_tokens) if params.stop else None,
         )
         self._sequences[request.key] = sequence
+        if request.deltas:
+            self._pieces.open(sequence)
         self.scheduler.add(sequence)
 
     def abort(self, key: Any) -> None:
         """Forget a request and free its blocks; an unknown or finished key is ignored."""
         sequence = self._sequences.pop(key, None)
         if sequence is not None:
+            self._pieces.close(key)
             self.scheduler.abort(sequence)
+
+    def stop(self, key: Any) -> Completion | None:
+        """End a request with the tokens it has; None for an unknown or finished key."""
+        sequence = self._sequences.get(key)
+        if sequence is None:
+            return None
+        self.scheduler.abort(sequence)
+        self._pieces.close(key)
+        return self._complete(sequence, None, None, "stop")
 
     def drop_waiting(self) -> list[Any]:
         """Forget every request that is not running, and return their keys."""
@@ -119,6 +133,7 @@ class Engine:
         next_tokens = self._sample(batch, self.model.forward(batch))
         self.scheduler.advance(batch, next_tokens)
         finished = self._collect(batch.slots[batch.sampled], next_tokens)
+        self._pieces.write(self.scheduler.slots, finished)
         self._note_step(batch, time.perf_counter() - started)
         return refused + finished
 
@@ -127,9 +142,16 @@ class Engine:
         steps, self._steps = self._steps, []
         return steps
 
+    def take_pieces(self) -> list[Piece]:
+        """What the requests with `deltas` have come to since the last call, in order."""
+        return self._pieces.take()
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless the KV cache is consistent."""
         self.pool.check_integrity()
+
+    def wake(self) -> None:
+        """Nothing to wake: a step waits for nothing."""
 
     def close(self) -> None:
         """Nothing to end: the engine lives in this process."""
@@ -174,7 +196,12 @@ class Engine:
         return None if match is None else (match[0], match[1], "stop")
 
     def _finish(self, slot: int, text: str | None, stop_reason: str | int | None, finish_reason: str) -> Completion:
-        sequence = self.scheduler.finish(slot)
+        return self._complete(self.scheduler.finish(slot), text, stop_reason, finish_reason)
+
+    def _complete(
+        self, sequence: Sequence, text: str | None, stop_reason: str | int | None, finish_reason: str
+    ) -> Completion:
+        """What became of a sequence that has been taken out."""
         request, now = sequence.request, time.perf_counter()
         del self._sequences[request.key]
         token_ids = [int(token) for token in sequence.token_ids[sequence.num_prompt :]]

@@ -2,12 +2,13 @@
 
 `AttentionInterface.register` makes a function callable by name from every model that supports attention
 backends. Models call it with the flattened batch as one row; what belongs to the step reaches it through
-a module-level context rather than keyword arguments, because not every model passes those on. No mask
+a context of the thread rather than keyword arguments, because not every model passes those on. No mask
 function is registered under the name, which makes transformers build no mask at all.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,18 +35,23 @@ class ForwardContext:
     masked: bool = False  # whether a layer came with a mask of its own
 
 
-_context: ForwardContext | None = None
+class _Current(threading.local):
+    """Of each thread: engines of several threads may compute at once."""
+
+    context: ForwardContext | None = None
+
+
+_current = _Current()
 
 
 @contextmanager
 def forward_context(attend: Attend) -> Iterator[ForwardContext]:
-    """Let the model's attention layers call `attend(call, q, k, v, module)`; not reentrant."""
-    global _context  # noqa: PLW0603 - models call the registered function with nothing of ours at hand
-    _context = ForwardContext(attend)
+    """Let the model's attention layers call `attend(call, q, k, v, module)` in this thread; not reentrant."""
+    context = _current.context = ForwardContext(attend)
     try:
-        yield _context
+        yield context
     finally:
-        _context = None
+        _current.context = None
 
 
 def paged_attention(
@@ -61,7 +67,7 @@ def paged_attention(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention contract: q [1, Hq, T, Dk], k [1, Hkv, T, Dk], v [1, Hkv, T, Dv] -> [1, T, Hq, Dv]."""
-    context = _context
+    context = _current.context
     if context is None:
         raise RuntimeError(f"attention {NAME!r} was called outside of a batchrun forward pass")
     call = LayerCall(
@@ -79,7 +85,7 @@ def paged_attention(
 
 def attend(call: LayerCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """The same for a layer of our own: q [T, Hq, Dk], k [T, Hkv, Dk], v [T, Hkv, Dv] -> [T, Hq, Dv]."""
-    context = _context
+    context = _current.context
     if context is None:
         raise RuntimeError("a fused layer was called outside of a batchrun forward pass")
     context.calls += 1

@@ -2,29 +2,48 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from itertools import islice
+import itertools
+import weakref
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Callable,
+    Generator,
+    Hashable,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self, overload
 
+import numpy as np
 import torch
 
 from batchrun.config import EngineConfig, ModelConfig
 from batchrun.engine.acceptance import check_model
 from batchrun.engine.attention.registry import attention_backend
 from batchrun.engine.checkpoint import Checkpoint, eos_token_ids, load_tokenizer, open_checkpoint
+from batchrun.engine.driver import Driver
 from batchrun.engine.engine import Engine
 from batchrun.engine.kv_cache import BlockPool
 from batchrun.engine.layers import fuse_model
 from batchrun.engine.memory import num_kv_blocks
 from batchrun.engine.model import choose_device, choose_dtype, load_model
-from batchrun.engine.params import Completion, Request, SamplingParams
+from batchrun.engine.params import Completion, Delta, Request, SamplingParams
 from batchrun.engine.pool import EnginePool
+from batchrun.engine.stream import StopWhen, Stream
 from batchrun.engine.worker import place_workers
-from batchrun.errors import ConfigError
+from batchrun.errors import BatchrunError, ConfigError
 
-Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+# Text, token ids, or one of {"prompt": text}, {"prompt_token_ids": ids} and {"messages": messages}, the last with
+# "tools" and "chat_template_kwargs" beside it if need be.
+Prompt = str | Sequence[int] | np.ndarray | Mapping[str, Any]
+Params = SamplingParams | Iterable[SamplingParams] | None
 
 
 class LLM:
@@ -33,54 +52,151 @@ class LLM:
     `options` are the settings of the model and engine sections of the config, by their own names:
     `LLM("folder", dtype="float32", max_num_seqs=64)`. Raises ConfigError for an unknown option, a
     model that cannot be found, or a family that the paged attention cannot serve.
+
+    Any thread and any event loop may use it, several at once too: their requests share the batch. The engine runs in a
+    thread of its own.
     """
 
     def __init__(self, model: str, *, offline: bool = False, **options: Any) -> None:
         model_config, engine_config = _split_options(model, options)
         self.checkpoint = open_checkpoint(model_config, offline=offline)
         self.tokenizer = load_tokenizer(self.checkpoint, offline=offline)
-        self.engine = load_engine(self.checkpoint, self.tokenizer, engine_config)
+        self._driver: Driver | None = Driver(load_engine(self.checkpoint, self.tokenizer, engine_config))
+        self._window = 2 * engine_config.max_num_seqs  # as many that wait as may run: no step runs short
+        self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
+        weakref.finalize(self, self._driver.close).atexit = False  # the driver sees to that itself
+
+    @property
+    def engine(self) -> Engine | EnginePool:
+        """What computes. Only while nothing is under way may it be used directly."""
+        return self._open().engine
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt | Request],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        stop_when: StopWhen | None = None,
     ) -> list[Completion]:
-        """Complete every prompt, in order. A prompt is text or token ids; `params` is one for all or one each.
+        """Complete every prompt, in order. `params` is one for all or one each.
 
         A prompt that cannot run gives a completion with finish_reason "error"; the others are not touched.
+        `stop_when` is as for `stream`.
         """
-        many: Sequence[Any] = prompts
-        if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
-            many = [prompts]
-        each = params if isinstance(params, Sequence) else [params or SamplingParams()] * len(many)
-        if len(each) != len(many):
-            raise ValueError(f"{len(many)} prompts and {len(each)} sampling parameters: give one for all, or one each")
-        requests = (Request(i, self._token_ids(many[i]), each[i]) for i in range(len(many)))
-        by_number = {completion.key: completion for completion in self.stream(requests)}
-        return [by_number[i] for i in range(len(many))]
+        many = _many(prompts)
+        if isinstance(params, Sequence) and len(params) != len(many):
+            raise ValueError(
+                f"{len(many)} prompts and {len(params)} sampling parameters: give one for all, or one each"
+            )
+        order = {prompt.key if isinstance(prompt, Request) else i: i for i, prompt in enumerate(many)}
+        return sorted(self.stream(many, params, stop_when=stop_when), key=lambda completion: order[completion.key])
 
-    def stream(self, requests: Iterable[Request]) -> Iterator[Completion]:
-        """Completions as they finish. Takes requests as there is room, so an endless iterable is fine."""
-        source, engine = iter(requests), self.engine
-        flying: set[Hashable] = set()
-        try:
-            while True:
-                for request in islice(source, engine.room):
-                    flying.add(request.key)
-                    engine.add(request)
-                if not engine.has_work():
-                    return
-                finished = engine.step()
-                engine.take_steps()  # nobody here reads them, and an endless stream must not keep them
-                for completion in finished:
-                    flying.discard(completion.key)
-                    yield completion
-        finally:
-            for key in flying:  # of a caller that stops listening
-                engine.abort(key)
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        stop_when: StopWhen | None = None,
+    ) -> list[Completion]:
+        """The answers to one conversation or several, in order, by the model's chat template.
+
+        `tools` are JSON schemas of functions, for templates that show them to the model.
+        """
+        several: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = [{"messages": each, "tools": tools, "chat_template_kwargs": chat_template_kwargs} for each in several]
+        return self.generate(prompts, params, stop_when=stop_when)
+
+    @overload
+    def stream(
+        self, prompts: Iterable[Prompt | Request], params: Params = ..., *, stop_when: StopWhen | None = ...
+    ) -> Generator[Completion, None, None]: ...
+    @overload
+    def stream(
+        self,
+        prompts: Iterable[Prompt | Request],
+        params: Params = ...,
+        *,
+        deltas: Literal[True],
+        stop_when: StopWhen | None = ...,
+    ) -> Generator[Delta, None, None]: ...
+    def stream(
+        self,
+        prompts: Iterable[Prompt | Request],
+        params: Params = None,
+        *,
+        deltas: bool = False,
+        stop_when: StopWhen | None = None,
+    ) -> Generator[Any, None, None]:
+        """Completions as they finish, or, with `deltas`, what the texts have grown by.
+
+        Prompts, and `params` if there is one each, are taken as there is room, at most twice `max_num_seqs` ahead of
+        the completions, so an endless iterable is fine. The key of a completion is the prompt's number, or that of its
+        Request. `stop_when` is asked about each row's text whenever it has grown, and ends the row when it says yes
+        (finish_reason "stop", stop_reason "stop_when"). A caller that stops listening aborts what is under way.
+        """
+        return self._stream(deltas, stop_when).run(map(self._requester(params), _many(prompts)))
+
+    @overload
+    def astream(
+        self,
+        prompts: Iterable[Prompt | Request] | AsyncIterable[Prompt | Request],
+        params: Params = ...,
+        *,
+        stop_when: StopWhen | None = ...,
+    ) -> AsyncGenerator[Completion, None]: ...
+    @overload
+    def astream(
+        self,
+        prompts: Iterable[Prompt | Request] | AsyncIterable[Prompt | Request],
+        params: Params = ...,
+        *,
+        deltas: Literal[True],
+        stop_when: StopWhen | None = ...,
+    ) -> AsyncGenerator[Delta, None]: ...
+    def astream(
+        self,
+        prompts: Iterable[Prompt | Request] | AsyncIterable[Prompt | Request],
+        params: Params = None,
+        *,
+        deltas: bool = False,
+        stop_when: StopWhen | None = None,
+    ) -> AsyncGenerator[Any, None]:
+        """As `stream`, for asyncio: the event loop is free while the engine computes.
+
+        `prompts` may be asynchronous too; a plain iterable is read in the loop. Cancelling the task that listens aborts
+        what is under way.
+        """
+        make = self._requester(params)
+
+        async def requests() -> AsyncIterator[Request]:
+            if isinstance(prompts, AsyncIterable):
+                async for prompt in prompts:
+                    yield make(prompt)
+            else:
+                for prompt in _many(prompts):
+                    yield make(prompt)
+                    await asyncio.sleep(0)  # others have their turn while the window fills
+
+        return self._stream(deltas, stop_when).run_async(requests())
+
+    def abort(self, key: Hashable) -> None:
+        """Forget the requests with this key, in whichever streams, and free their blocks before this returns.
+
+        Their completions say finish_reason "abort". A key that is not there, or not any more, is ignored.
+        """
+        self._open()
+        for stream in list(self._streams):
+            stream.abort(key)
 
     def close(self) -> None:
-        """End the engine processes, if there are any. Also on leaving a `with` block."""
-        self.engine.close()
+        """End the engine and its processes, and free the memory. Also on leaving a `with` block; twice is fine.
+
+        Streams under way raise BatchrunError, and so does every use after this.
+        """
+        if self._driver is not None:
+            self._driver.close()
 
     def __enter__(self) -> Self:
         return self
@@ -90,12 +206,65 @@ class LLM:
     ) -> None:
         self.close()
 
-    def abort(self, key: Any) -> None:
-        """Forget a request that is in the engine and free its memory."""
-        self.engine.abort(key)
+    def __reduce__(self) -> Any:
+        """For hashes of functions that use an LLM, as `datasets` makes them to name its caches: equal for equal models.
 
-    def _token_ids(self, prompt: Prompt) -> Sequence[int]:
-        return self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+        A copy cannot compute: the engine stays in its process.
+        """
+        model = {key: getattr(self.checkpoint.model, key) for key in _identity_fields(ModelConfig)}
+        return _stand_in, (self.checkpoint.identity(), tuple(sorted(model.items())))
+
+    def _open(self) -> Driver:
+        if self._driver is None:
+            raise BatchrunError(
+                "this is a copy of an LLM, whose engine stays in the process that made it: with datasets.map leave "
+                "num_proc at None, and set `workers` of the LLM to use more cores or devices"
+            )
+        if self._driver.ended is not None:
+            raise BatchrunError(str(self._driver.ended))
+        return self._driver
+
+    def _stream(self, deltas: bool, stop_when: StopWhen | None) -> Stream:
+        stream = Stream(self._open(), self._window, deltas, stop_when)
+        self._streams.add(stream)
+        return stream
+
+    def _requester(self, params: Params) -> Callable[[Prompt | Request], Request]:
+        """What makes requests of prompts, in order, with their parameters."""
+        numbers = itertools.count()
+        each = iter(params) if isinstance(params, Iterable) else itertools.repeat(params or SamplingParams())
+
+        def make(prompt: Prompt | Request) -> Request:
+            number, own = next(numbers), next(each, None)
+            if own is None:
+                raise ValueError(
+                    f"there are {number} sampling parameters and more prompts: give one for all, or one each"
+                )
+            return prompt if isinstance(prompt, Request) else Request(number, self._token_ids(prompt), own)
+
+        return make
+
+    def _token_ids(self, prompt: Any) -> Any:
+        """The ids of a prompt of any kind. Raises TypeError for what is none."""
+        match prompt:
+            case str(text) | {"prompt": str(text)}:
+                return self.tokenizer(text)["input_ids"]
+            case {"prompt_token_ids": ids}:
+                return ids
+            case {"messages": messages}:
+                return self.tokenizer.apply_chat_template(
+                    messages,
+                    tools=prompt.get("tools") or None,
+                    add_generation_prompt=True,
+                    return_dict=False,
+                    **(prompt.get("chat_template_kwargs") or {}),
+                )
+            case np.ndarray() | Sequence() if all(isinstance(token, (int, np.integer)) for token in prompt[:1]):
+                return prompt
+        raise TypeError(
+            f"{prompt!r:.60} is not a prompt: it must be text, token ids, a Request, or a dict with prompt, "
+            "prompt_token_ids or messages"
+        )
 
 
 def load_engine(
@@ -142,3 +311,22 @@ def _split_options(model: str, options: dict[str, Any]) -> tuple[ModelConfig, En
         raise ConfigError(f"LLM() has no option {', '.join(sorted(unknown))}: there are {', '.join(known)}")
     chosen = [{k: v for k, v in options.items() if k in names[cls]} for cls in (ModelConfig, EngineConfig)]
     return ModelConfig(**{"path": model, **chosen[0]}), EngineConfig(**chosen[1])
+
+
+def _many(prompts: Any) -> Any:
+    """Several prompts, of one or several."""
+    one = isinstance(prompts, (str, Mapping, Request)) or (
+        isinstance(prompts, (Sequence, np.ndarray)) and len(prompts) and isinstance(prompts[0], (int, np.integer))
+    )
+    return [prompts] if one else prompts
+
+
+def _identity_fields(section: Any) -> list[str]:
+    return [f.name for f in dataclasses.fields(section) if f.metadata["identity"]]
+
+
+def _stand_in(*_: Any) -> LLM:
+    """What a copy of an LLM is: one that can only say that it is a copy."""
+    copy = LLM.__new__(LLM)
+    copy._driver = None
+    return copy

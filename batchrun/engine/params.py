@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -65,6 +65,7 @@ class Request:
     key: Hashable  # the caller's own name for it, handed back with the completion
     prompt_ids: Sequence[int] | np.ndarray
     params: SamplingParams = field(default_factory=SamplingParams)
+    deltas: bool = False  # whether its text is wanted piece by piece
 
 
 @dataclass(slots=True)
@@ -74,8 +75,8 @@ class Completion:
     key: Hashable
     text: str
     token_ids: list[int]
-    finish_reason: str  # stop | length | repetition | error
-    stop_reason: str | int | None = None  # the stop string or token id that ended it
+    finish_reason: str  # stop | length | repetition | error | abort
+    stop_reason: str | int | None = None  # the stop string or token id that ended it, or "stop_when"
     error_type: ErrorType | None = None
     error: str | None = None
     max_tokens: int | None = None  # that there could have been, in what the prompt leaves of the window
@@ -84,3 +85,24 @@ class Completion:
     queue_s: float = 0.0
     first_token_s: float = 0.0
     total_s: float = 0.0
+
+    def cut(self, text: str, num_tokens: int, stop_reason: str) -> Completion:
+        """The same, had it been stopped after so many tokens."""
+        return replace(
+            self, text=text, token_ids=self.token_ids[:num_tokens], finish_reason="stop", stop_reason=stop_reason
+        )
+
+
+@dataclass(slots=True)
+class Delta:
+    """What a streamed request has come to since its last delta. The texts of its deltas add up to the completion's."""
+
+    key: Hashable
+    text: str
+    token_ids: list[int]
+    completion: Completion | None = None  # with the last one
+
+    @property
+    def finish_reason(self) -> str | None:
+        """The completion's, on the last delta."""
+        return self.completion.finish_reason if self.completion else None

@@ -23,6 +23,7 @@ import numpy as np
 
 from batchrun.config import EngineConfig
 from batchrun.engine.checkpoint import Checkpoint
+from batchrun.engine.deltas import Piece
 from batchrun.engine.engine import StepStats
 from batchrun.engine.params import Completion, Request
 from batchrun.engine.worker import Answer, Placement, serve
@@ -57,8 +58,10 @@ class EnginePool:
         self._owner: dict[bytes, Worker] = {}
         self._deaths: dict[Hashable, int] = {}
         self._steps: list[StepStats] = []
+        self._pieces: list[Piece] = []
+        self._num_added = 0
         self._failed: list[Completion] = []
-        self._news: queue.SimpleQueue[tuple[Worker, Answer | None]] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[tuple[Worker, Answer | None] | None] = queue.SimpleQueue()
         share = replace(
             config,
             workers="1",
@@ -91,7 +94,11 @@ class EnginePool:
 
     def add(self, request: Request) -> None:
         """Queue a request; its prompt ids travel as an array."""
-        self._waiting.append(replace(request, prompt_ids=np.asarray(request.prompt_ids, dtype=np.int64)))
+        self._num_added += 1
+        params = request.params
+        if params.seed is None:  # as a single engine numbers them, and the same for another worker after a death
+            params = replace(params, seed=self._num_added)
+        self._waiting.append(replace(request, prompt_ids=np.asarray(request.prompt_ids, dtype=np.int64), params=params))
 
     def abort(self, key: Hashable) -> None:
         """Forget a request and free its blocks; an unknown or finished key is ignored."""
@@ -100,6 +107,12 @@ class EnginePool:
             if key in worker.flying:
                 self._settle(worker, key)
                 self._send(worker, "abort", key)
+
+    def stop(self, key: Hashable) -> None:
+        """End a request with the tokens it has. Its completion comes from a step."""
+        for worker in self._workers:
+            if key in worker.flying:
+                self._send(worker, "stop", key)
 
     def drop_waiting(self) -> list[Hashable]:
         """Forget every request that no worker has begun; returns the keys that never left here."""
@@ -122,10 +135,21 @@ class EnginePool:
         self._dispatch()
         finished, self._failed = self._failed, []
         with suppress(queue.Empty):
-            finished += self._take(*self._news.get(timeout=0 if finished else PATIENCE_S))
+            news = self._news.get(timeout=0 if finished else PATIENCE_S)
             while True:
-                finished += self._take(*self._news.get_nowait())
+                if news is not None:
+                    finished += self._take(*news)
+                news = self._news.get_nowait()
         return finished
+
+    def wake(self) -> None:
+        """Let a step that waits for news return. May be called from any thread."""
+        self._news.put(None)
+
+    def take_pieces(self) -> list[Piece]:
+        """What the requests with `deltas` have come to since the last call, in order for each."""
+        pieces, self._pieces = self._pieces, []
+        return pieces
 
     def take_steps(self) -> list[StepStats]:
         """Statistics of the workers' steps since the last call."""
@@ -146,6 +170,7 @@ class EnginePool:
             worker.process.join(timeout=10)
             if worker.process.exitcode is None:
                 worker.process.kill()
+                worker.process.join()
             elif worker.process.exitcode:
                 self._workers = []
                 raise BatchrunError(f"engine worker {worker.number} ended with code {worker.process.exitcode}")
@@ -192,11 +217,11 @@ class EnginePool:
         if answer is None:
             self._bury(worker)
             return []
-        completions, dropped, steps = answer
-        self._steps += steps
-        for key in dropped:
+        self._steps += answer.steps
+        self._pieces += answer.pieces
+        for key in answer.dropped:
             self._settle(worker, key)
-        return [done for done in completions if self._settle(worker, done.key)]
+        return [done for done in answer.completions if self._settle(worker, done.key)]
 
     def _settle(self, worker: Worker, key: Hashable) -> bool:
         """A request has left the worker; False for one that was aborted meanwhile."""

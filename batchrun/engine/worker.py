@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from typing import NamedTuple
 
 import torch
 
 from batchrun.config import EngineConfig
 from batchrun.engine.checkpoint import Checkpoint, load_tokenizer
+from batchrun.engine.deltas import Piece
 from batchrun.engine.engine import Engine, StepStats
 from batchrun.engine.model import choose_device
 from batchrun.engine.params import Completion
@@ -20,8 +22,14 @@ from batchrun.errors import BatchrunError
 SMALL_MODEL_BYTES = 2**31
 ROWS_PER_WORKER = 64
 
-# What a worker sends after orders and steps: (finished requests, keys it dropped, statistics of its steps).
-Answer = tuple[list[Completion], list[Hashable], list[StepStats]]
+
+class Answer(NamedTuple):
+    """What a worker sends after orders and steps."""
+
+    completions: Sequence[Completion] = ()
+    pieces: Sequence[Piece] = ()
+    dropped: Sequence[Hashable] = ()  # requests that it had not begun
+    steps: Sequence[StepStats] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +87,7 @@ def serve(
     try:
         while _obey(connection, engine):
             completions = engine.step() if engine.has_work() else []
-            connection.send((completions, [], engine.take_steps()))
+            connection.send(Answer(completions, engine.take_pieces(), steps=engine.take_steps()))
         engine.check_integrity()
     except (EOFError, BrokenPipeError, KeyboardInterrupt):
         pass  # the job is gone, or ends
@@ -96,8 +104,10 @@ def _obey(connection: Connection, engine: Engine) -> bool:
                 engine.add(request)
         elif order == "abort":
             engine.abort(what)
+        elif order == "stop" and (completion := engine.stop(what)):
+            connection.send(Answer([completion]))
         elif order == "drop":
-            connection.send(([], engine.drop_waiting(), []))
+            connection.send(Answer(dropped=engine.drop_waiting()))
     return True
 
 

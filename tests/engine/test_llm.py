@@ -93,13 +93,15 @@ def test_stream_goes_on_over_rows_that_are_refused(llama: Path) -> None:
 def test_a_request_may_be_aborted_while_it_streams(llama: Path) -> None:
     llm = load(llama, max_num_seqs=2)
     requests = [
-        Request(i, random_prompt(i, 5), SamplingParams(max_tokens=4 + 8 * i, ignore_eos=True)) for i in range(3)
+        Request(i, random_prompt(i, 5), SamplingParams(max_tokens=4 + 40 * (i == 1), ignore_eos=True)) for i in range(3)
     ]
-    keys = []
+    ends = {}
     for completion in llm.stream(requests):
-        keys.append(completion.key)
-        llm.abort(1)
-    assert keys == [0, 2]
+        ends[completion.key] = completion.finish_reason
+        if completion.key == 0:
+            llm.abort(1)
+            assert engine_of(llm).scheduler.slots.num_running <= 1, "its slot is free at once"
+    assert ends == {0: "length", 1: "abort", 2: "length"}
     assert_idle(engine_of(llm))
 
 
