@@ -47,14 +47,20 @@ def plan(config: Config) -> int:
     """Print files, rows, chunks, token counts, memory and a lower bound of the time."""
     job = open_job(config, weights=False)
     # Output columns that collide are an error of the job, found here as in a run.
-    OutputSchema(config.output, job.source.schema, fingerprint({}, job.source.files), task_types=job.task.columns)
+    OutputSchema(
+        config.output,
+        job.source.schema,
+        fingerprint({}, job.source.files),
+        task_types=job.task.columns,
+        samples=config.sampling.n,
+    )
     files, source = job.source.files, job.plan
     print(f"{'files':<12}{len(files):,}")
     for file in files[:10]:
         print(f"{'':<12}{file.name}: {file.rows:,} rows, {file.size / MIB:.1f} MiB")
     if len(files) > 10:
         print(f"{'':<12}and {len(files) - 10:,} more")
-    print(f"{'rows':<12}{source.rows:,}")
+    print(f"{'rows':<12}{source.rows:,}" + (f", {source.samples} samples of each" if source.samples > 1 else ""))
     print(f"{'chunks':<12}{source.num_chunks:,} of up to {config.output.chunk_rows:,} rows, one part each")
     sample = _sample(job)
     _print_lengths(sample, source.rows)
@@ -157,7 +163,7 @@ def _print_time(job: Job, sample: Sample) -> None:
     parameters, rate = count_parameters(job.checkpoint), matmul_rate(dtype, device)
     prompts = int(sample.mean * job.plan.rows)
     computed = int(prompts * (1 - sample.shared)) if config.engine.prefix_caching else prompts
-    most = config.sampling.max_tokens * job.plan.rows
+    most = config.sampling.max_tokens * job.plan.results
     least, longest = (2 * parameters * tokens / rate for tokens in (computed, computed + most))
     print(f"{'tokens':<12}about {prompts:,} in prompts, {computed:,} of them to compute; at most {most:,} to generate")
     print(f"{'time':<12}at least {_duration(least)} for the prompts, {_duration(longest)} with full-length answers")

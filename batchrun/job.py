@@ -97,9 +97,8 @@ def open_job(config: Config, *, weights: bool) -> Job:
     prompts = PromptBuilder(
         config.prompt, tokenizer, source.schema, checkpoint.max_model_len, folders, config.sampling.max_tokens
     )
-    return Job(
-        config, checkpoint, tokenizer, source, Plan(source.files, config.output.chunk_rows), prompts, make_task(config)
-    )
+    plan = Plan(source.files, config.output.chunk_rows, config.sampling.n)
+    return Job(config, checkpoint, tokenizer, source, plan, prompts, make_task(config))
 
 
 def _joined(starts: np.ndarray, stops: np.ndarray) -> list[tuple[int, int]]:

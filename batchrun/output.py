@@ -117,7 +117,8 @@ class Output:
         self.runs.end(self.run)
         if self.job.config.input.format == "openai":
             parts = [chunk.part for chunk in self.job.plan.chunks()]
-            write_batch_output(self.store.folder, parts, self.job.checkpoint.name, self.schema.names)
+            samples = self.job.plan.samples
+            write_batch_output(self.store.folder, parts, self.job.checkpoint.name, self.schema.names, samples)
         return done
 
 
@@ -133,7 +134,9 @@ def open_output(job: Job) -> Iterator[Output]:
     manifest = make_manifest(job)
     # The parts of a retry keep the fingerprint of the job that made them.
     whole = _check_belongs(folder, manifest, config)
-    schema = OutputSchema(config.output, job.source.schema, whole, job.source.numbered, job.task.columns)
+    schema = OutputSchema(
+        config.output, job.source.schema, whole, job.source.numbered, job.task.columns, config.sampling.n
+    )
     runs, record = Runs(folder), _record(job, folder, manifest)
     run = (config.retry and runs.unfinished(record)) or new_run_id()
     claim = Claim(folder / STATE_FOLDER, launch.index, launch.count, manifest["fingerprint"], run)

@@ -1,4 +1,4 @@
-"""One input row on its way to its result."""
+"""One sample of an input row on its way to its result."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from batchrun.data.prompt import Prompt
 
 @dataclass(slots=True)
 class Row:
-    """One input row on its way; `number` counts within its file. Without a prompt: the last row of a chunk is read,
-    and all results are there."""
+    """One sample of an input row on its way; `number` counts rows within their file. Without a prompt: the last row of
+    a chunk is read, and all results are there."""
 
     buffer: ChunkBuffer
     number: int
     prompt: Prompt | None
+    sample: int = 0

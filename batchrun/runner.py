@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ import pyarrow as pa
 from batchrun.config import Config
 from batchrun.data.buffer import ChunkBuffer
 from batchrun.data.outputs import RowResult
-from batchrun.data.prompt import Prompt
 from batchrun.engine.engine import Engine
 from batchrun.engine.llm import load_engine
 from batchrun.engine.pool import EnginePool
@@ -64,20 +62,20 @@ def finished_chunks(
     job, engine = output.job, None
     try:
         for numbers in output.todo():
-            report.progress.expect(job.plan.rows_of(numbers))
+            report.progress.expect(job.plan.results_of(numbers))
             _, starts, stops = job.plan.bounds(numbers)
             for number in numbers[starts == stops].tolist():
                 yield output.buffer(job.plan.chunk(number))
             numbers = numbers[starts < stops]
             if not len(numbers) or drain.requested:
                 continue
-            engine = engine or load(job.checkpoint, job.tokenizer, job.config.engine, job.plan.rows)
+            engine = engine or load(job.checkpoint, job.tokenizer, job.config.engine, job.plan.results)
             report.start()
             backlog = Backlog(output, numbers, report.progress)
             with drain.deferred(), output.watchdog() as watchdog:
                 for row, result in complete(engine, backlog, report, drain, watchdog):
                     if result is not None:
-                        result.run = output.run
+                        result.run, result.sample = output.run, row.sample
                         row.buffer.add(row.number, result)
                         report.add_row(row.buffer.source_name, row.number, result)
                     if row.buffer.complete:
@@ -106,33 +104,37 @@ class Backlog:
 
     def __iter__(self) -> Generator[Row, None, None]:
         with closing(prefetch(self._read(), BATCHES_AHEAD)) as items:
-            for buffer, first, batch, rows, prompts in items:
+            for buffer, first, batch, rows in items:
                 buffer.add_batch(first, batch)
-                self.rows += batch.num_rows
+                results = batch.num_rows * buffer.chunk.samples
+                self.rows += results
                 self.bytes += batch.nbytes
-                self._progress.restored(batch.num_rows - len(rows))
-                yield from map(Row, repeat(buffer), rows, prompts)
+                self._progress.restored(results - len(rows))
+                yield from rows
                 if not rows and buffer.complete:
                     yield Row(buffer, first, None)
 
     def close(self, buffer: ChunkBuffer) -> None:
         """The chunk is complete and leaves the backlog."""
-        self.rows -= buffer.chunk.rows
+        self.rows -= buffer.chunk.results
         self.bytes -= sum(batch.nbytes for batch in buffer.batches)
 
-    def _read(self) -> Iterator[tuple[ChunkBuffer, int, pa.RecordBatch, list[int], list[Prompt]]]:
-        """Batches with the rows in them that have no result yet, and the prompts of those."""
+    def _read(self) -> Iterator[tuple[ChunkBuffer, int, pa.RecordBatch, list[Row]]]:
+        """Batches with the rows in them that have no result yet, the samples of a row side by side."""
         output, kept = self._output, self._output.schema.carried
         prompts = output.job.prompts
         buffer: ChunkBuffer | None = None
         for chunk, first, batch in output.job.read(self._numbers, list(dict.fromkeys([*kept, *prompts.columns]))):
             if buffer is None or buffer.chunk != chunk:
                 buffer = output.buffer(chunk)
-            rows = buffer.without_result(first, first + batch.num_rows)
+            places = buffer.without_result(first, first + batch.num_rows)
+            numbers = list(dict.fromkeys(number for number, _ in places))
             left = batch
-            if len(rows) < batch.num_rows:
-                left = batch.take(pa.array([row - first for row in rows], pa.int64()))
-            yield buffer, first, batch.select(kept), rows, prompts.build(left)
+            if len(numbers) < batch.num_rows:
+                left = batch.take(pa.array([number - first for number in numbers], pa.int64()))
+            built = dict(zip(numbers, prompts.build(left), strict=True))
+            rows = [Row(buffer, number, built[number], sample) for number, sample in places]
+            yield buffer, first, batch.select(kept), rows
 
 
 def complete(

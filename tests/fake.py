@@ -15,9 +15,10 @@ from batchrun.signals import INTERRUPTED, Drain
 
 
 class FakeEngine:
-    """Completes `batch` requests a step, the last first, each with a text that follows from its prompt.
+    """Completes `batch` requests a step, the last first, each with a text that follows from its prompt, and from its
+    seed unless it is greedy.
 
-    With BATCHRUN_FAKE_LOG, each completed request leaves a line there with its prompt's ids. A step takes
+    With BATCHRUN_FAKE_LOG, each completed request leaves a line there with its prompt's ids and its seed. A step takes
     BATCHRUN_FAKE_SECONDS. With BATCHRUN_FAKE_BAD, requests fail whose first id is divisible by it.
     """
 
@@ -64,15 +65,20 @@ class FakeEngine:
         running, self.waiting = self.waiting[-self.batch :], self.waiting[: -self.batch]
         self.completed += len(running)
         if self._log is not None:
-            lines = (" ".join(map(str, request.prompt_ids)) for request in running)
+            lines = (" ".join(map(str, [*request.prompt_ids, request.params.seed])) for request in running)
             os.write(self._log, "".join(f"{line}\n" for line in lines).encode())
         return [self._complete(request) for request in reversed(running)]
 
     def _complete(self, request: Request) -> Completion:
         ids = request.prompt_ids
         if self.bad_ids and ids[0] % self.bad_ids == 0:
-            return Completion(request.key, "", [], "error", error_type="engine_error", error="a stray particle")
-        return Completion(request.key, answer(ids), [5, 1], "stop", prompt_tokens=len(ids))
+            return failure(request)
+        text = answer(ids) + (f"~{request.params.seed}" if request.params.temperature else "")
+        return Completion(request.key, text, [5, 1], "stop", prompt_tokens=len(ids))
+
+
+def failure(request: Request) -> Completion:
+    return Completion(request.key, "", [], "error", error_type="engine_error", error="a stray particle")
 
 
 def answer(ids: Any) -> str:

@@ -17,11 +17,12 @@ import pytest
 
 from batchrun.config import Config
 from batchrun.data.journal import _lines
+from batchrun.engine.engine import row_seed, sample_seed
 from tests import fake
 from tests.engine.families import make_model
 from tests.test_runner import job, write_input
 
-ROWS, FILES = 120, 2
+ROWS, FILES, PARTS = 120, 2, 4
 FAULTS = (
     "manifest_before_publish",
     "manifest_after_publish",
@@ -35,6 +36,8 @@ FAULTS = (
     "after_rename",
 )
 IDS = {fake.words(i): i for i in range(ROWS)}
+
+Item = tuple[int, int]  # a row, and which of its samples
 
 
 @pytest.fixture(scope="session")
@@ -51,16 +54,26 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Crashing:
-    """One job that is started over and over, and the rows that it may make no more."""
+    """One job that is started over and over, and the rows that it may make no more. All jobs make ROWS rows."""
 
-    def __init__(self, server: Any, model: Path, folder: Path) -> None:
+    def __init__(self, server: Any, model: Path, folder: Path, samples: int) -> None:
         self.server = server
+        self.samples = samples
+        self.rows = ROWS // samples
         self.output = folder / "out"
         self.log = folder / "completed.log"
-        source = write_input(folder / "in", [fake.words(i) for i in range(ROWS)], files=FILES)
+        source = write_input(folder / "in", [fake.words(i) for i in range(self.rows)], files=FILES)
         self.config: Config = job(
-            model, source, self.output, output__chunk_rows=16, output__journal_seconds=0.01, report__metrics=False
+            model,
+            source,
+            self.output,
+            output__chunk_rows=16 // samples,
+            output__journal_seconds=0.01,
+            report__metrics=False,
+            sampling__n=samples,
+            sampling__temperature=float(samples > 1),
         )
+        self.seeds = {0: 0} if samples == 1 else {self.seed(item): item[1] for item in self.items()}
         self.kills = 0
 
     def start(self, fault: str = "", after: float | None = None, seconds: float = 0.004, bad: int = 0) -> int | None:
@@ -85,49 +98,70 @@ class Crashing:
         assert set(made.values()) <= {1}
         return process.exitcode
 
-    def made(self) -> Counter[int]:
-        """Rows by how often the engine completed them in the last run."""
-        lines = self.log.read_text().splitlines() if self.log.exists() else []
-        return Counter(IDS[" ".join(f"w{token}" for token in line.split())] for line in lines)
+    def items(self) -> list[Item]:
+        """What the job is to make, in its order."""
+        return [(row, sample) for row in range(self.rows) for sample in range(self.samples)]
 
-    def saved(self) -> set[int]:
-        """Rows that lie in a part or in a journal, without those that a retry is to make again."""
-        rows: set[int] = set()
+    def place(self, row: int) -> tuple[str, int]:
+        file, number = divmod(row, self.rows // FILES)
+        return f"rows-{file}.parquet", number
+
+    def seed(self, item: Item) -> int:
+        return sample_seed(row_seed(0, *self.place(item[0])), item[1])
+
+    def made(self) -> Counter[Item]:
+        """What the engine completed in the last run, by how often."""
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        words = [line.split() for line in lines]
+        return Counter((IDS[" ".join(f"w{token}" for token in ids)], self.seeds[int(seed)]) for *ids, seed in words)
+
+    def saved(self) -> set[Item]:
+        """What lies in a part or in a journal, without that which a retry is to make again."""
+        rows: set[Item] = set()
         for part in self.output.glob("part-*.parquet"):
             table = pq.read_table(part)
             if self.config.retry:
                 table = table.filter(pc.equal(table["status"], "ok"))
-            rows |= {IDS[text] for text in table["text"].to_pylist()}
+            samples = table["sample"].to_pylist() if self.samples > 1 else [0] * len(table)
+            rows |= {(IDS[text], sample) for text, sample in zip(table["text"].to_pylist(), samples, strict=True)}
         for path in (self.output / "__batchrun" / "journal").glob("*"):
             lines = list(_lines(path))
             for block in lines[1:]:
-                rows |= {lines[0]["chunk"]["file"] * (ROWS // FILES) + row for row in block["rows"]}
+                first = lines[0]["chunk"]["file"] * (self.rows // FILES)
+                rows |= {(first + row, sample) for row, sample in zip(block["rows"], block["sample"], strict=True)}
         return rows
 
     def check_end(self) -> None:
         """The output is exactly what it has to be, and nothing else is left."""
         parts = sorted(self.output.glob("part-*"))
         assert [part.name for part in parts] == [
-            f"part-{f:05d}-{i:06d}.parquet" for f in range(FILES) for i in range(4)
+            f"part-{f:05d}-{i:06d}.parquet" for f in range(FILES) for i in range(PARTS)
         ]
         tables = [pq.read_table(part, page_checksum_verification=True) for part in parts]
         assert len({table.schema.remove_metadata() for table in tables}) == 1
         rows = [row for table in tables for row in table.to_pylist()]
-        assert [row["text"] for row in rows] == list(IDS)
-        assert [row["completion"] for row in rows] == [fake.answer(text.replace("w", "").split()) for text in IDS]
-        keys = [(row["source_file"], row["source_row"]) for row in rows]
-        assert keys == [(f"rows-{f}.parquet", i) for f in range(FILES) for i in range(ROWS // FILES)]
+        assert [(IDS[row["text"]], row.get("sample", 0)) for row in rows] == self.items()
+        answers = [fake.answer(fake.words(row).replace("w", "").split()) for row, _ in self.items()]
+        seeds = [f"~{self.seed(item)}" if self.samples > 1 else "" for item in self.items()]
+        assert [row["completion"] for row in rows] == list(map("".join, zip(answers, seeds, strict=True)))
+        assert [(row["source_file"], row["source_row"]) for row in rows] == [self.place(i) for i, _ in self.items()]
         leftovers = [path for path in self.output.rglob("*") if path.name.endswith(".tmp")]
         assert leftovers == []
         assert list((self.output / "__batchrun" / "journal").iterdir()) == []
-        assert json.loads((self.output / "__batchrun" / "manifest.json").read_text())["plan"]["rows"] == ROWS
+        assert json.loads((self.output / "__batchrun" / "manifest.json").read_text())["plan"]["rows"] == self.rows
 
 
 @pytest.fixture
-def crashing(server: Any, tiny: Path, tmp_path: Path) -> Crashing:
-    return Crashing(server, tiny, tmp_path)
+def samples() -> int:
+    return 1
 
 
+@pytest.fixture
+def crashing(server: Any, tiny: Path, tmp_path: Path, samples: int) -> Crashing:
+    return Crashing(server, tiny, tmp_path, samples)
+
+
+@pytest.mark.parametrize("samples", [1, 3])
 @pytest.mark.parametrize("point", FAULTS)
 def test_killed_at_each_point(crashing: Crashing, point: str) -> None:
     nth = 1
@@ -151,26 +185,28 @@ def killed_at_random(crashing: Crashing, seed: int) -> None:
     crashing.check_end()
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(("seed", "samples"), [(seed, 1 + seed % 2 * 2) for seed in range(10)])
 def test_killed_at_random_times(crashing: Crashing, seed: int) -> None:
     killed_at_random(crashing, seed)
 
 
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(10, 200))
+@pytest.mark.parametrize(("seed", "samples"), [(seed, 1 + seed % 2 * 2) for seed in range(10, 200)])
 def test_killed_at_random_times_many_times(crashing: Crashing, seed: int) -> None:
     killed_at_random(crashing, seed)
 
 
-@pytest.mark.parametrize("point", [point for point in FAULTS if not point.startswith("manifest")])
+@pytest.mark.parametrize(
+    ("point", "samples"),
+    [*((point, 1) for point in FAULTS if not point.startswith("manifest")), ("journal_torn", 3), ("after_rename", 3)],
+)
 def test_killed_at_each_point_of_a_retry(crashing: Crashing, point: str) -> None:
     assert crashing.start(bad=3) == 0
-    failed = {row for row in range(ROWS) if (row % 200 + 4) % 3 == 0}
-    before = {row for row in range(ROWS) if row in crashing.made()}
-    assert before == set(range(ROWS))
+    failed = {(row, sample) for row, sample in crashing.items() if (row % 200 + 4) % 3 == 0}
+    assert crashing.made().keys() == set(crashing.items())
     crashing.config.retry = ["error"]
-    made: set[int] = set()
+    made: set[Item] = set()
     nth = 1
     while crashing.start(f"{point}:{nth}") != 0:
         made |= crashing.made().keys()

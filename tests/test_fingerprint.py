@@ -42,6 +42,7 @@ IDENTITY: dict[str, Changed] = {
     "model.dtype": one("model.dtype", "bfloat16"),
     "model.max_model_len": one("model.max_model_len", 100),
     "model.trust_remote_code": one("model.trust_remote_code", True),
+    "sampling.n": Changed({"sampling.n": 2, "sampling.temperature": 0.5}),
     "sampling.max_tokens": one("sampling.max_tokens", 7),
     "sampling.temperature": one("sampling.temperature", 0.5),
     "sampling.top_p": one("sampling.top_p", 0.9),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
@@ -72,6 +73,17 @@ def test_every_type_is_carried_over_a_resume_and_a_merge(tiny: Path, tmp_path: P
     (merged,) = (tmp_path / "merged").glob("*.parquet")
     check_equal(pq.read_table(merged), made)
     assert {pq.read_schema(merged).remove_metadata().to_string()} == schemas
+
+
+def test_every_type_is_carried_beside_each_sample(tiny: Path, tmp_path: Path) -> None:
+    made = torture.table()
+    source = torture.write(tmp_path / "in.parquet", made)
+    config = job(tiny, source, tmp_path / "out", output__chunk_rows=20, sampling__n=2, sampling__temperature=1.0)
+    assert runner.run(config) == 0
+    found = carried(tmp_path / "out", [*made.column_names, "sample"])
+    assert found["sample"].to_pylist() == [0, 1] * 64
+    for sample in (0, 1):
+        check_equal(found.filter(pc.equal(found["sample"], sample)), made)
 
 
 def test_every_type_can_be_filtered(tiny: Path, tmp_path: Path) -> None:

@@ -59,6 +59,13 @@ class Config:
         sampling = self.sampling
         longest = sampling.repetition_max_pattern or MAX_PATTERN
         in_range("sampling.repetition_min_pattern", sampling.repetition_min_pattern, 1, longest)
+        if sampling.n > 1 and self.task != "generate":
+            raise ConfigError(f"task={self.task} has one result for a row: sampling.n={sampling.n} must be 1")
+        if sampling.n > 1 and sampling.temperature == 0 and self.prompt.params is None:
+            raise ConfigError(
+                f"sampling.n={sampling.n} samples of a row would all be the same with sampling.temperature=0: set a "
+                "temperature above 0, or n=1"
+            )
         if self.retry and self.output.overwrite:
             raise ConfigError("retry keeps an output and output.overwrite=true replaces it: set one of them")
         if self.input.format == "openai":

@@ -10,6 +10,7 @@ from batchrun.config.base import in_range, one_of, setting, strings
 from batchrun.errors import ConfigError
 
 SEED_BY = ("row", "content")
+MAX_SAMPLES = 10_000
 MAX_PATTERN = 1024  # tokens that are looked back for repetition
 
 
@@ -17,6 +18,7 @@ MAX_PATTERN = 1024  # tokens that are looked back for repetition
 class SamplingConfig:
     """How the next token is chosen and when a row ends. Names follow vLLM and OpenAI."""
 
+    n: int = setting(1, "samples of each row, an output row each, told apart by the column sample", identity=True)
     max_tokens: int = setting(128, "most tokens generated for a row", identity=True)
     temperature: float = setting(0.0, "0 is greedy; higher is more random", identity=True)
     top_p: float = setting(1.0, "sample from the smallest set with this much probability", identity=True)
@@ -39,6 +41,7 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         one_of("sampling.seed_by", self.seed_by, SEED_BY)
+        in_range("sampling.n", self.n, 1, MAX_SAMPLES)
         in_range("sampling.max_tokens", self.max_tokens, 1)
         in_range("sampling.temperature", self.temperature, 0)
         in_range("sampling.top_k", self.top_k, 0)

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,11 @@ BATCH_OUTPUT = f"{STATE_FOLDER}/batch_output.jsonl"
 READ_ROWS = 4096
 
 
-def write_batch_output(folder: Path, parts: Sequence[str], model: str, names: Mapping[str, str] | None = None) -> bool:
-    """Write BATCH_OUTPUT of a finished job: a line for each row of `parts`, in their order.
+def write_batch_output(
+    folder: Path, parts: Sequence[str], model: str, names: Mapping[str, str] | None = None, samples: int = 1
+) -> bool:
+    """Write BATCH_OUTPUT of a finished job: a line for each `samples` rows of `parts`, which are one request's choices,
+    in their order.
 
     `parts` are names in `folder`; `names` maps what a line is made of to the output's columns, where those have other
     names (`OutputSchema.names`). The file appears whole or not at all, and is the same for the same parts. Returns
@@ -40,8 +44,9 @@ def write_batch_output(folder: Path, parts: Sequence[str], model: str, names: Ma
     with explained(target):
         try:
             with open(written, "x", encoding="utf-8") as file:
-                for row in _rows(paths, names or {}):
-                    json.dump(_response(row, model, created), file, ensure_ascii=False)
+                rows = _rows(paths, names or {})
+                while choices := list(islice(rows, samples)):
+                    json.dump(_response(choices, model, created), file, ensure_ascii=False)
                     file.write("\n")
                 file.flush()
                 os.fsync(file.fileno())
@@ -63,27 +68,40 @@ def _rows(parts: Sequence[Path], names: Mapping[str, str]) -> Iterator[dict[str,
                 yield from (dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True))
 
 
-def _response(row: Mapping[str, Any], model: str, created: int) -> dict[str, Any]:
+def _response(rows: Sequence[Mapping[str, Any]], model: str, created: int) -> dict[str, Any]:
+    """The line of one request, whose samples are `rows`. Those that failed are left out, unless all did."""
+    answered = [row for row in rows if row["error_type"] is None]
+    row = rows[0]
     custom_id = row["custom_id"]
     number = hashlib.sha256(f"{model}\x1f{created}\x1f{custom_id}".encode()).hexdigest()[:32]
     line: dict[str, Any] = {"id": f"batch_req_{number}", "custom_id": custom_id, "response": None, "error": None}
-    if row["error_type"] is not None:
+    if not answered:
         line["error"] = {"code": row["error_type"], "message": row["error"]}
         return line
+    # The API counts the prompt once, however many choices there are.
+    prompt_tokens, completion_tokens = answered[0]["prompt_tokens"], sum(row["completion_tokens"] for row in answered)
     usage = {
-        "prompt_tokens": row["prompt_tokens"],
-        "completion_tokens": row["completion_tokens"],
-        "total_tokens": row["prompt_tokens"] + row["completion_tokens"],
-        "prompt_tokens_details": {"cached_tokens": row["cached_tokens"]},
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": answered[0]["cached_tokens"]},
     }
-    message = {"role": "assistant", "content": row["completion"], "refusal": None}
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": row["finish_reason"]}
+    choices = [
+        {
+            "index": index,
+            "message": {"role": "assistant", "content": row["completion"], "refusal": None},
+            "logprobs": None,
+            "finish_reason": row["finish_reason"],
+        }
+        for index, row in enumerate(rows)
+        if row["error_type"] is None
+    ]
     body = {
         "id": f"chatcmpl-{number}",
         "object": "chat.completion",
         "created": created,
         "model": model,
-        "choices": [choice],
+        "choices": choices,
         "usage": usage,
     }
     line["response"] = {"status_code": 200, "request_id": number, "body": body}

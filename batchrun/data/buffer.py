@@ -9,21 +9,25 @@ import pyarrow as pa
 from batchrun.data.outputs import RowResult
 from batchrun.data.plan import Chunk
 
+Place = tuple[int, int]  # a row by its number in the input file, and which of its samples
+
 
 class ChunkBuffer:
-    """Input rows and results of one chunk. Rows are numbered within the input file, as in the chunk's bounds.
+    """Input rows and results of one chunk. Rows are numbered within the input file, as in the chunk's bounds, and the
+    samples of a row from 0.
 
-    Raises ValueError for a row outside the chunk, or one that comes twice.
+    `restored` are results that are there already, by row and sample. Raises ValueError for a row outside the chunk, or
+    one that comes twice.
     """
 
-    def __init__(self, chunk: Chunk, source_name: str, restored: Mapping[int, RowResult] | None = None) -> None:
+    def __init__(self, chunk: Chunk, source_name: str, restored: Mapping[Place, RowResult] | None = None) -> None:
         self.chunk = chunk
         self.source_name = source_name
         self._batches: dict[int, pa.RecordBatch] = {}
-        self._results: list[RowResult | None] = [None] * chunk.rows
-        self._order: list[int] = []
+        self._results: list[RowResult | None] = [None] * chunk.results
+        self._order: list[int] = []  # places in _results as they were filled
         self._rows_left = chunk.rows
-        for row, result in (restored or {}).items():
+        for (row, _), result in (restored or {}).items():
             self.add(row, result)
 
     def add_batch(self, first_row: int, batch: pa.RecordBatch) -> None:
@@ -38,14 +42,14 @@ class ChunkBuffer:
         self._rows_left -= batch.num_rows
 
     def add(self, row: int, result: RowResult) -> None:
-        """The result of one row."""
-        at = row - self.chunk.start
-        if not 0 <= at < len(self._results):
-            raise ValueError(f"row {row} is not in {self.chunk}")
+        """The result of one sample of a row."""
+        at = (row - self.chunk.start) * self.chunk.samples + result.sample
+        if not (0 <= result.sample < self.chunk.samples and 0 <= at < len(self._results)):
+            raise ValueError(f"row {row}, sample {result.sample} is not in {self.chunk}")
         if self._results[at] is not None:
-            raise ValueError(f"row {row} of {self.chunk} has a result already")
+            raise ValueError(f"row {row}, sample {result.sample} of {self.chunk} has a result already")
         self._results[at] = result
-        self._order.append(row)
+        self._order.append(at)
 
     @property
     def num_results(self) -> int:
@@ -53,19 +57,21 @@ class ChunkBuffer:
 
     def arrived(self, done: int) -> tuple[list[int], list[RowResult]]:
         """Rows and results in the order they came, without the first `done`. Another thread may add meanwhile."""
-        rows = self._order[done:]
-        results = [self._results[row - self.chunk.start] for row in rows]
+        places = self._order[done:]
+        results = [self._results[at] for at in places]
+        rows = [self.chunk.start + at // self.chunk.samples for at in places]
         return rows, [result for result in results if result is not None]
 
-    def without_result(self, first_row: int, stop_row: int) -> list[int]:
-        """The rows from `first_row` up to `stop_row` that still need one."""
-        start = self.chunk.start
-        return [row for row in range(first_row, stop_row) if self._results[row - start] is None]
+    def without_result(self, first_row: int, stop_row: int) -> list[Place]:
+        """The rows and samples from row `first_row` up to `stop_row` that still need one, in order."""
+        start, samples = self.chunk.start, self.chunk.samples
+        places = range((first_row - start) * samples, (stop_row - start) * samples)
+        return [(start + at // samples, at % samples) for at in places if self._results[at] is None]
 
     @property
     def complete(self) -> bool:
         """Whether all input rows and all results are here."""
-        return self._rows_left == 0 and len(self._order) == self.chunk.rows
+        return self._rows_left == 0 and len(self._order) == self.chunk.results
 
     @property
     def batches(self) -> list[pa.RecordBatch]:
@@ -74,8 +80,8 @@ class ChunkBuffer:
 
     @property
     def results(self) -> Sequence[RowResult]:
-        """Results in row order. Raises ValueError while any is missing."""
+        """Results in the order of rows, and of samples within them. Raises ValueError while any is missing."""
         results = [result for result in self._results if result is not None]
-        if len(results) < self.chunk.rows:
-            raise ValueError(f"{self.chunk.rows - len(results)} rows of {self.chunk} have no result yet")
+        if len(results) < self.chunk.results:
+            raise ValueError(f"{self.chunk.results - len(results)} rows of {self.chunk} have no result yet")
         return results

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from batchrun.data.buffer import ChunkBuffer
+from batchrun.data.buffer import ChunkBuffer, Place
 from batchrun.data.disk import explained, sync
 from batchrun.data.outputs import RowResult
 from batchrun.data.plan import STATE_FOLDER, Chunk
@@ -51,9 +51,9 @@ class Journal:
         self._closed: deque[Chunk] = deque()
         self._flushing = threading.Lock()
 
-    def restore(self, chunk: Chunk, source_name: str) -> dict[int, RowResult]:
-        """Results that this and earlier runs left for the chunk, by row number."""
-        found: dict[int, RowResult] = {}
+    def restore(self, chunk: Chunk, source_name: str) -> dict[Place, RowResult]:
+        """Results that this and earlier runs left for the chunk, by row and sample."""
+        found: dict[Place, RowResult] = {}
         for path in self._files.get(_stem(chunk), ()):
             found |= _read(path, _header(self.fingerprint, chunk, source_name))
         return found
@@ -148,12 +148,14 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         return
 
 
-def _read(path: Path, expected: dict[str, Any]) -> dict[int, RowResult]:
+def _read(path: Path, expected: dict[str, Any]) -> dict[Place, RowResult]:
     lines = _lines(path)
     if next(lines, None) != json.loads(json.dumps(expected)):
         return {}
-    found: dict[int, RowResult] = {}
+    found: dict[Place, RowResult] = {}
     for block in lines:
         columns = zip(*(block[name] for name in FIELDS), strict=True)
-        found.update(zip(block["rows"], (RowResult(*values) for values in columns), strict=True))
+        for row, values in zip(block["rows"], columns, strict=True):
+            result = RowResult(*values)
+            found[row, result.sample] = result
     return found

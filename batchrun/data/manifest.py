@@ -53,7 +53,8 @@ def build_manifest(settings: Mapping[str, Any], files: Sequence[InputFile], **ex
 def plan_of(manifest: Mapping[str, Any]) -> Plan:
     """The plan of the job that wrote the manifest; its files have no path."""
     files = [InputFile(index=i, path="", **entry) for i, entry in enumerate(manifest["files"])]
-    return Plan(files, manifest["settings"]["output.chunk_rows"])
+    settings = manifest["settings"]
+    return Plan(files, settings["output.chunk_rows"], settings.get("sampling.n", 1))
 
 
 def write_manifest(folder: str | os.PathLike[str], manifest: Mapping[str, Any]) -> bool:
@@ -112,13 +113,13 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
 def check_manifest(old: Mapping[str, Any], new: Mapping[str, Any], may_differ: Iterable[str] = ()) -> None:
     """Raise FingerprintMismatch, with one line for each difference, unless both describe the same job.
 
-    Settings whose keys begin with one of `may_differ` are not compared.
+    Settings of the keys `may_differ` are not compared.
     """
     if old.get("fingerprint") == new.get("fingerprint"):
         return
-    free = tuple(may_differ)
+    free = set(may_differ)
     settings = [
-        {key: value for key, value in manifest.get("settings", {}).items() if not key.startswith(free)}
+        {key: value for key, value in manifest.get("settings", {}).items() if key not in free}
         for manifest in (old, new)
     ]
     lines = changed_settings(*settings) + _changed_files(old.get("files", []), new.get("files", []))

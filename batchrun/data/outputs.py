@@ -1,4 +1,4 @@
-"""The declared output: input columns as they came, then what batchrun adds, one row for each input row."""
+"""The declared output: input columns as they came, then what batchrun adds, a row for each input row and sample."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from batchrun.errors import ErrorType, InputError
 COMPLETION = "completion"
 SOURCE_FILE = "source_file"
 SOURCE_ROW = "source_row"
+SAMPLE = "sample"
 PARSING = b"batchrun.parsing"  # in a part's footer: the settings of its parser
 COUNTS = b"batchrun.counts"  # in a part's footer: its failed rows by error_type
 RESULT_TYPES: dict[str, pa.DataType] = {
@@ -39,6 +40,7 @@ RESULT_TYPES: dict[str, pa.DataType] = {
     "max_tokens": pa.int32(),
     SOURCE_FILE: pa.string(),
     SOURCE_ROW: pa.int64(),
+    SAMPLE: pa.int32(),
     "queue_s": pa.float32(),
     "first_token_s": pa.float32(),
     "total_s": pa.float32(),
@@ -50,7 +52,7 @@ OF_COMPLETIONS = (COMPLETION, "completion_tokens", "max_tokens", "first_token_s"
 
 @dataclass(slots=True)
 class RowResult:
-    """What became of one input row. Times are in seconds; `text` is None for a row that was not completed.
+    """What became of one sample of an input row. Times are in seconds; `text` is None for a row that was not completed.
 
     `run` names the run that made the row: its settings are in the record of that run.
     """
@@ -71,6 +73,7 @@ class RowResult:
     deduplicated: bool = False  # the result is that of a row with the same prompt
     run: str | None = None
     values: dict[str, Any] | None = None  # of the columns that a task has in place of a completion; None: all null
+    sample: int = 0
 
 
 class OutputSchema:
@@ -79,7 +82,8 @@ class OutputSchema:
     `types` are the added columns, by key, in their order, and `names` what they are called. `input_schema` holds the
     columns that are read; `kept` are those that go to the output, `schema` is the whole. `carried` are the columns that
     batches bring to `table`: with `numbered`, their rows have numbers of their own. `task_types` are the columns of a
-    task that completes no text, None for one that does. Raises InputError for a kept column
+    task that completes no text, None for one that does. With `samples` above 1, each input row makes so many of the
+    output, told apart by a column. Raises InputError for a kept column
     that is missing, collides with an added one, or has a type that Parquet cannot hold, and for a JSON Schema that is
     none.
     """
@@ -91,6 +95,7 @@ class OutputSchema:
         fingerprint: str,
         numbered: bool = False,
         task_types: dict[str, pa.DataType] | None = None,
+        samples: int = 1,
     ) -> None:
         self.fingerprint = fingerprint
         self.kept = _kept_columns(config, input_schema)
@@ -102,6 +107,8 @@ class OutputSchema:
             self.types = {COMPLETION: RESULT_TYPES[COMPLETION]} | self.parser.types | RESULT_TYPES
         else:
             self.types = task_types | {key: type for key, type in RESULT_TYPES.items() if key not in OF_COMPLETIONS}
+        if samples == 1:
+            del self.types[SAMPLE]
         given = {COMPLETION: config.completion, PARSED: config.parsed}
         self.names = {key: config.prefix + given.get(key, key) for key in self.types}
         _check_names(config, list(self.names.values()), self.kept)
@@ -119,16 +126,16 @@ class OutputSchema:
     ) -> pa.Table:
         """The part of one chunk: its input rows, in order and with at least the kept columns, beside their results.
 
-        Raises ValueError unless there are exactly `chunk.rows` of both.
+        Raises ValueError unless there are exactly `chunk.rows` and `chunk.results` of them.
         """
         kept = [self.schema.field(name) for name in self.kept]
-        carried = _carried(batches, pa.schema(kept))
+        carried = _carried(batches, pa.schema(kept), chunk.samples)
         rows = batches.num_rows if isinstance(batches, pa.Table) else sum(batch.num_rows for batch in batches)
-        if not rows == len(results) == chunk.rows:
+        if rows != chunk.rows or len(results) != chunk.results:
             raise ValueError(f"{chunk} has {chunk.rows} rows, but got {rows} input rows and {len(results)} results")
         values = _result_values(results)
-        values[SOURCE_FILE] = [source_name] * rows
-        values[SOURCE_ROW] = _row_numbers(batches, chunk)
+        values[SOURCE_FILE] = [source_name] * len(results)
+        values[SOURCE_ROW] = np.repeat(_row_numbers(batches, chunk), chunk.samples)
         if self.task_types is None:
             values |= self.parser.columns(values[COMPLETION], values["finish_reason"])
         for key in self.task_types or ():
@@ -162,12 +169,12 @@ class OutputSchema:
         return [RowResult(**dict(zip(found, values, strict=True))) for values in zip(*found.values(), strict=True)]
 
 
-def _row_numbers(batches: pa.Table | Sequence[pa.RecordBatch], chunk: Chunk) -> Any:
+def _row_numbers(batches: pa.Table | Sequence[pa.RecordBatch], chunk: Chunk) -> np.ndarray:
     """Each row's number in its file: the one it brings, else its place in the chunk's range."""
     parts = [batches] if isinstance(batches, pa.Table) else batches
     if parts and all(ROW_NUMBER in part.schema.names for part in parts):
         return np.concatenate([part.column(ROW_NUMBER).to_numpy() for part in parts])
-    return range(chunk.start, chunk.stop)
+    return np.arange(chunk.start, chunk.stop)
 
 
 def footer(fingerprint: str, chunk: Chunk, source_name: str) -> dict[bytes, bytes]:
@@ -181,10 +188,15 @@ def footer(fingerprint: str, chunk: Chunk, source_name: str) -> dict[bytes, byte
     }
 
 
-def _carried(batches: pa.Table | Sequence[pa.RecordBatch], schema: pa.Schema) -> pa.Table:
+def _carried(batches: pa.Table | Sequence[pa.RecordBatch], schema: pa.Schema, samples: int) -> pa.Table:
+    """The columns of `schema`, each row `samples` times."""
     if isinstance(batches, pa.Table):
-        return batches.select(schema.names).cast(schema)
-    return pa.Table.from_batches([conform(batch, schema) for batch in batches], schema=schema)
+        batches = batches.select(schema.names).cast(schema).to_batches()
+    parts = [conform(batch, schema) for batch in batches]
+    if samples > 1:
+        # Batch by batch: a whole chunk of long texts may pass what the offsets of one array can count.
+        parts = [part.take(pa.array(np.repeat(np.arange(part.num_rows), samples))) for part in parts]
+    return pa.Table.from_batches(parts, schema=schema)
 
 
 def _result_values(results: Sequence[RowResult]) -> dict[str, Any]:

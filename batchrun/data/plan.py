@@ -23,16 +23,25 @@ PART = re.compile(r"part-(\d{5})-(\d{6})\.parquet")
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Rows [start, stop) of one input file: the unit of work and of commit. `index` counts within the file."""
+    """Rows [start, stop) of one input file: the unit of work and of commit. `index` counts within the file.
+
+    Each row makes `samples` rows of the output.
+    """
 
     file: int
     index: int
     start: int
     stop: int
+    samples: int = 1
 
     @property
     def rows(self) -> int:
         return self.stop - self.start
+
+    @property
+    def results(self) -> int:
+        """Rows of its part."""
+        return self.rows * self.samples
 
     @property
     def part(self) -> str:
@@ -45,13 +54,15 @@ class Plan:
 
     Chunks are numbered from 0 in input order. Sets of them are arrays of numbers, int64 and ascending: a job may
     have millions, and a Chunk is made when its turn comes.
-    A file without rows makes one chunk of none, so that its part exists and shows the schema.
+    A file without rows makes one chunk of none, so that its part exists and shows the schema. Each of the input's
+    `rows` makes `samples` of the output's.
     Raises InputError or ConfigError where part names would no longer sort in input order.
     """
 
-    def __init__(self, files: Sequence[InputFile], chunk_rows: int) -> None:
+    def __init__(self, files: Sequence[InputFile], chunk_rows: int, samples: int = 1) -> None:
         self.files = files
         self.chunk_rows = chunk_rows
+        self.samples = samples
         self.file_rows = np.array([file.rows for file in files], dtype=np.int64)
         counts = np.maximum(1, -(-self.file_rows // chunk_rows))
         self.first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)  # number of each file's first chunk
@@ -72,7 +83,7 @@ class Plan:
         file = int(np.searchsorted(self.first, number, side="right")) - 1
         index = int(number - self.first[file])
         start = index * self.chunk_rows
-        return Chunk(file, index, start, min(start + self.chunk_rows, int(self.file_rows[file])))
+        return Chunk(file, index, start, min(start + self.chunk_rows, int(self.file_rows[file])), self.samples)
 
     def number(self, part: str) -> int | None:
         """The number of the chunk that makes a part of this name, or None if no chunk does."""
@@ -98,10 +109,15 @@ class Plan:
         start = (numbers - self.first[file]) * self.chunk_rows
         return file, start, np.minimum(start + self.chunk_rows, self.file_rows[file])
 
-    def rows_of(self, numbers: np.ndarray) -> int:
-        """Rows in these chunks."""
+    @property
+    def results(self) -> int:
+        """Rows of the whole output."""
+        return self.rows * self.samples
+
+    def results_of(self, numbers: np.ndarray) -> int:
+        """Rows in the parts of these chunks."""
         _, start, stop = self.bounds(numbers)
-        return int((stop - start).sum())
+        return int((stop - start).sum()) * self.samples
 
     def chunks(self) -> Iterator[Chunk]:
         """Every chunk in input order, made as it is asked for."""

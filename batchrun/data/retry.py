@@ -10,12 +10,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from batchrun.config import leaves
+from batchrun.data.buffer import Place
 from batchrun.data.disk import explained
 from batchrun.data.outputs import OutputSchema, RowResult
 from batchrun.data.plan import Chunk
 
 # What a retry may change: how tokens are chosen and how many there may be. What is asked stays as it is.
-MAY_DIFFER = ("sampling.", "model.max_model_len")
+MAY_DIFFER = (
+    *(key for key in leaves() if key.startswith("sampling.") and key != "sampling.n"),
+    "model.max_model_len",
+)
 RETRIED = b"batchrun.retried"
 
 
@@ -44,12 +49,14 @@ class Retry:
             self.found.append((chunk.file, chunk.index))
         return False
 
-    def keep(self, chunk: Chunk) -> dict[int, RowResult]:
-        """Results of the chunk's part that stay, by row number."""
+    def keep(self, chunk: Chunk) -> dict[Place, RowResult]:
+        """Results of the chunk's part that stay, by row and sample."""
         table = pq.read_table(self.folder / chunk.part)
         kept = pc.invert(self._wanted(table)).to_pylist()
         results = self.schema.results(table)
-        return {chunk.start + at: result for at, result in enumerate(results) if kept[at]}
+        return {
+            (chunk.start + at // chunk.samples, result.sample): result for at, result in enumerate(results) if kept[at]
+        }
 
     def mark(self, chunk: Chunk, table: pa.Table) -> pa.Table:
         """The new part, with this run in its footer beside those that were there."""

@@ -35,7 +35,7 @@ def _types() -> dict[str, Any]:
         hint = hints[field.name]
         if isinstance(hint, types.UnionType):
             hint = next(arm for arm in typing.get_args(hint) if arm is not type(None))
-        if hint in _ARROW:
+        if hint in _ARROW and field.name != "n":  # the rows of a part are counted before any of them is read
             found[field.name] = hint
     return found
 

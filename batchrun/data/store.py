@@ -78,7 +78,7 @@ class Store:
                 f"{path} was made with other settings or other input, or not by batchrun: "
                 "use another output.path, or remove the file"
             )
-        if metadata.num_rows != chunk.rows or not _same_rows(found, expected):
+        if metadata.num_rows != chunk.results or not _same_rows(found, expected):
             logger.warning("%s does not hold %s of %s and will be made again", path, chunk, source_name)
             return False
         return True
@@ -122,8 +122,8 @@ def _verify(table: pa.Table, chunk: Chunk, path: Path) -> None:
     with pq.ParquetFile(path) as file:
         rows, schema = file.metadata.num_rows, file.schema_arrow
     same_footer = all((schema.metadata or {}).get(key) == value for key, value in (table.schema.metadata or {}).items())
-    if rows != chunk.rows or not schema.equals(table.schema) or not same_footer:
+    if rows != chunk.results or not schema.equals(table.schema) or not same_footer:
         raise BatchrunError(
-            f"{path.name} was written but reads back differently ({rows} of {chunk.rows} rows): "
+            f"{path.name} was written but reads back differently ({rows} of {chunk.results} rows): "
             "check the disk that holds output.path"
         )

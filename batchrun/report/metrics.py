@@ -25,6 +25,7 @@ ROWS = pa.schema(
     {
         "source_file": pa.string(),
         "source_row": pa.int64(),
+        "sample": pa.int32(),
         "status": pa.string(),
         "finish_reason": pa.string(),
         "prompt_tokens": pa.int32(),

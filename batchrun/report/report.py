@@ -23,7 +23,7 @@ class Report:
 
     def __init__(self, config: Config, output: Output) -> None:
         self.output = output
-        rows = output.job.plan.rows_of(output.ledger.own)
+        rows = output.job.plan.results_of(output.ledger.own)
         self.metrics = Metrics(config, output.store.state_folder)
         self.progress = Progress(rows, config.report.interval)
         # Of rows that are made again because they failed, many may fail again.

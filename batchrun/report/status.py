@@ -87,7 +87,7 @@ def read_status(folder: Path, now: float | None = None) -> Status:
     plan = plan_of(manifest)
     numbers = plan.present(folder)
     workers = _workers(folder, time.time() if now is None else now)
-    rows_done = plan.rows_of(numbers)
+    rows_done = plan.results_of(numbers)
     if len(numbers) <= FOOTERS:
         errors = _errors([folder / plan.chunk(number).part for number in numbers.tolist()])
     else:
@@ -96,9 +96,9 @@ def read_status(folder: Path, now: float | None = None) -> Status:
         model=str(manifest["settings"].get("model.path")),
         chunks=plan.num_chunks,
         chunks_done=len(numbers),
-        rows=plan.rows,
+        rows=plan.results,
         rows_done=rows_done,
-        rows_open=min(plan.rows - rows_done, sum(int(worker.beat.get("rows_open", 0)) for worker in workers)),
+        rows_open=min(plan.results - rows_done, sum(int(worker.beat.get("rows_open", 0)) for worker in workers)),
         errors=errors,
         workers=workers,
     )

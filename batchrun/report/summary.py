@@ -21,7 +21,7 @@ SHOWN_ROWS = 5
 def print_summary(output: Output, done: np.ndarray, metrics: Metrics) -> None:
     """What the run came to, and a few of the rows in the finished chunks `done` of this worker's share."""
     plan, folder = output.job.plan, output.store.folder
-    rows = plan.rows_of(done)
+    rows = plan.results_of(done)
     _, starts, stops = plan.bounds(done)
     if rows:
         first = plan.chunk(done[starts < stops][0])

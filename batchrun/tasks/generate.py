@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from batchrun.config import Config, SamplingConfig
 from batchrun.data.outputs import RowResult
 from batchrun.data.row_params import row_sampling
-from batchrun.engine.engine import row_seed
+from batchrun.engine.engine import row_seed, sample_seed
 from batchrun.engine.params import Completion, Request, SamplingParams
 from batchrun.row import Row
 from batchrun.tasks.base import Task, prompt_digest, row_result
@@ -46,7 +46,8 @@ class RowSampling:
         self.greedy = _params(config, seed=0) if config.temperature == 0 else None
 
     def of(self, row: Row) -> SamplingParams:
-        """A row without a seed of its own gets one that follows from the job's seed and the row's place or prompt."""
+        """A row without a seed of its own gets one that follows from the job's seed and the row's place or prompt. Its
+        samples have seeds that follow from the row's, the first one the row's own."""
         own = (row.prompt.params if row.prompt else None) or {}
         if self.greedy is not None and not own:
             return self.greedy
@@ -54,10 +55,12 @@ class RowSampling:
         if s.temperature == 0:
             return _params(s, seed=0)
         if "seed" in own:
-            return _params(s, s.seed)
-        if s.seed_by == "content" and row.prompt is not None:
-            return _params(s, row_seed(s.seed, prompt_digest(row.prompt.ids).hex()))
-        return _params(s, row_seed(s.seed, row.buffer.source_name, row.number))
+            seed = s.seed
+        elif s.seed_by == "content" and row.prompt is not None:
+            seed = row_seed(s.seed, prompt_digest(row.prompt.ids).hex())
+        else:
+            seed = row_seed(s.seed, row.buffer.source_name, row.number)
+        return _params(s, sample_seed(seed, row.sample))
 
     def by_content(self, row: Row) -> bool:
         """Whether the row's seed follows from its prompt, so that equal prompts have equal completions."""

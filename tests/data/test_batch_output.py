@@ -72,6 +72,19 @@ def test_columns_under_other_names(folder: Path) -> None:
     assert lines_of(folder)[0]["response"]["body"]["choices"][0]["message"]["content"] == "hi é"
 
 
+def test_samples_of_a_request_are_its_choices(folder: Path) -> None:
+    rows = [("a", OK), ("a", FAILED), ("b", FAILED), ("b", FAILED), ("c", OK), ("c", OK)]
+    write_part(folder / "0.parquet", [{"custom_id": name, **values} for name, values in rows])
+    assert write_batch_output(folder, ["0.parquet"], "tiny", samples=2)
+    a, b, c = lines_of(folder)
+    assert [line["custom_id"] for line in (a, b, c)] == ["a", "b", "c"]
+    assert [choice["index"] for choice in a["response"]["body"]["choices"]] == [0]
+    assert (b["response"], b["error"]["code"]) == (None, "invalid_row")
+    assert [choice["index"] for choice in c["response"]["body"]["choices"]] == [0, 1]
+    assert c["response"]["body"]["usage"]["completion_tokens"] == 4
+    assert c["response"]["body"]["usage"]["prompt_tokens"] == 7
+
+
 def test_the_file_appears_whole_or_not_at_all(folder: Path) -> None:
     write_part(folder / "0.parquet", [{"custom_id": "a", **OK}])
     assert not write_batch_output(folder, ["0.parquet", "1.parquet"], "tiny")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchrun.data.buffer import ChunkBuffer
+from batchrun.data.buffer import ChunkBuffer, Place
 from batchrun.data.journal import Journal
 from batchrun.data.outputs import RowResult
 from batchrun.data.plan import Chunk
@@ -16,17 +16,17 @@ from batchrun.errors import BatchrunError
 SOURCE = "in.parquet"
 CHUNK = Chunk(0, 1, 10, 20)
 RESULTS = {
-    10: RowResult("plain", "stop", prompt_tokens=3, cached_tokens=1, completion_tokens=2, total_s=0.1),
-    11: RowResult("half a pair \ud835, a line\nend, a null\x00, 日本", "length"),
-    12: RowResult(None, "error", "error", "engine_error", "it \udc00 broke"),
+    (10, 0): RowResult("plain", "stop", prompt_tokens=3, cached_tokens=1, completion_tokens=2, total_s=0.1),
+    (11, 0): RowResult("half a pair \ud835, a line\nend, a null\x00, 日本", "length"),
+    (12, 0): RowResult(None, "error", "error", "engine_error", "it \udc00 broke"),
 }
 
 
-def write(folder: Path, results: dict[int, RowResult], run: str = "run1", fingerprint: str = "f1") -> Journal:
+def write(folder: Path, results: dict[Place, RowResult], run: str = "run1", fingerprint: str = "f1") -> Journal:
     journal = Journal(folder, fingerprint, run)
     buffer = ChunkBuffer(CHUNK, SOURCE)
     journal.watch(buffer)
-    for row, result in results.items():
+    for (row, _), result in results.items():
         buffer.add(row, result)
     journal.flush()
     return journal
@@ -43,14 +43,14 @@ def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
 
 
 def test_several_runs_add_up_and_each_row_is_written_once(tmp_path: Path) -> None:
-    write(tmp_path, {10: RESULTS[10]})
+    write(tmp_path, {(10, 0): RESULTS[10, 0]})
     journal = Journal(tmp_path, "f1", "run2")
     buffer = ChunkBuffer(CHUNK, SOURCE, journal.restore(CHUNK, SOURCE))
     journal.watch(buffer)
     journal.flush()
     assert len(files(tmp_path)) == 1, "what was restored is not written again"
     for row in (12, 11):
-        buffer.add(row, RESULTS[row])
+        buffer.add(row, RESULTS[row, 0])
         journal.flush()
     journal.flush()
     assert Journal(tmp_path, "f1", "run3").restore(CHUNK, SOURCE) == RESULTS
@@ -88,9 +88,10 @@ def test_a_file_cut_anywhere_is_good_up_to_there(tmp_path_factory: pytest.TempPa
     found = Journal(folder, "f1", "run2").restore(CHUNK, SOURCE)
     # The newline at the end of a block may be lost: its checksum tells that it is whole.
     whole = sum(size - 1 <= cut for size in sizes)
-    assert set(found) <= set(range(10, 10 + whole))
-    assert set(found) >= set(range(10, 10 + max(0, whole - 1)))
-    assert all(result == RowResult(f"text {row}") for row, result in found.items())
+    rows = {row for row, _ in found}
+    assert rows <= set(range(10, 10 + whole))
+    assert rows >= set(range(10, 10 + max(0, whole - 1)))
+    assert all(result == RowResult(f"text {row}") for (row, _), result in found.items())
 
 
 def test_a_flipped_bit_ends_what_is_believed(tmp_path: Path) -> None:
@@ -101,8 +102,8 @@ def test_a_flipped_bit_ends_what_is_believed(tmp_path: Path) -> None:
 
 
 def test_files_go_after_the_commit_those_of_dead_runs_too(tmp_path: Path) -> None:
-    write(tmp_path, {10: RESULTS[10]})
-    journal = write(tmp_path, {11: RESULTS[11]}, run="run2")
+    write(tmp_path, {(10, 0): RESULTS[10, 0]})
+    journal = write(tmp_path, {(11, 0): RESULTS[11, 0]}, run="run2")
     assert len(files(tmp_path)) == 2
     journal.close(CHUNK)
     assert len(files(tmp_path)) == 2, "nothing is deleted before the flush"
@@ -123,7 +124,7 @@ def test_a_disk_that_refuses_is_named(tmp_path: Path) -> None:
     journal = Journal(tmp_path, "f1", "run1")
     buffer = ChunkBuffer(CHUNK, SOURCE)
     journal.watch(buffer)
-    buffer.add(10, RESULTS[10])
+    buffer.add(10, RESULTS[10, 0])
     (tmp_path / "__batchrun" / "journal").rmdir()
     with pytest.raises(BatchrunError, match="it was removed while the job ran"):
         journal.flush()

@@ -119,6 +119,6 @@ def test_a_million_chunks_are_numbers(tmp_path: Path) -> None:
     plan = Plan(files, 100)
     ledger = Ledger(Store(tmp_path, "f1"), plan, plan.share(0, 1))
     assert len(ledger.missing) == plan.num_chunks == 1_000_000
-    assert plan.rows_of(ledger.missing) == 100_000_000
+    assert plan.results_of(ledger.missing) == 100_000_000
     assert plan.chunk(999_999).part == "part-00009-099999.parquet"
     assert plan.number("part-00009-099999.parquet") == 999_999

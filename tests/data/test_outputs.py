@@ -13,7 +13,7 @@ import pytest
 
 from batchrun import __version__
 from batchrun.config import InputConfig, OutputConfig
-from batchrun.data.outputs import RESULT_TYPES, OutputSchema, RowResult
+from batchrun.data.outputs import RESULT_TYPES, SAMPLE, OutputSchema, RowResult
 from batchrun.data.plan import Chunk
 from batchrun.data.sources import open_source
 from batchrun.data.store import Store
@@ -21,6 +21,7 @@ from batchrun.errors import InputError
 
 FINGERPRINT = "f" * 64
 OK = RowResult("good", "stop", prompt_tokens=7, cached_tokens=4, completion_tokens=1, total_s=0.5, run="run1")
+ADDED = {key: type for key, type in RESULT_TYPES.items() if key != SAMPLE}  # where rows have one sample
 BAD = RowResult(None, "error", "error", "prompt_too_long", "99 tokens", prompt_tokens=99)
 
 TYPED = pa.table(
@@ -57,7 +58,7 @@ def test_schema_is_declared_without_rows() -> None:
     schema = made(pa.schema([("id", pa.int64()), pa.field("text", pa.string(), nullable=False)])).schema
     assert schema.names[:2] == ["id", "text"]
     assert not schema.field("text").nullable
-    assert {name: schema.field(name).type for name in RESULT_TYPES} == RESULT_TYPES
+    assert {name: schema.field(name).type for name in ADDED} == ADDED
     assert schema.field("error").type == pa.string()
     assert schema.field("source_row").type == pa.int64()
 
@@ -71,7 +72,7 @@ def test_names_follow_prefix_and_completion() -> None:
 def test_kept_columns_in_the_order_asked() -> None:
     schema = pa.schema([("a", pa.int8()), ("b", pa.int8()), ("c", pa.int8())])
     assert made(schema, columns=["c", "a"]).kept == ["c", "a"]
-    assert made(schema, columns=[]).schema.names == list(RESULT_TYPES)
+    assert made(schema, columns=[]).schema.names == list(ADDED)
 
 
 def test_collisions_and_missing_columns_are_refused() -> None:
@@ -124,6 +125,23 @@ def test_table_of_a_table_and_of_no_rows() -> None:
     output = made(pa.schema([("id", pa.int64())]))
     assert output.table(pa.table({"x": [0], "id": [5]}), Chunk(0, 0, 0, 1), "a", [OK]).column("id").to_pylist() == [5]
     assert output.table([], Chunk(0, 0, 0, 0), "a", []).schema.equals(output.schema)
+
+
+def test_samples_of_a_row_stand_side_by_side_behind_its_columns() -> None:
+    output = OutputSchema(OutputConfig(prefix="p_"), pa.schema([("id", pa.int64())]), FINGERPRINT, samples=2)
+    assert output.names["sample"] == "p_sample"
+    results = [RowResult(f"{row}{sample}", "stop", sample=sample) for row in (0, 1, 2) for sample in (0, 1)]
+    batches = pa.table({"id": [7, 8, 9]}).to_batches(max_chunksize=2)
+    chunk = Chunk(0, 1, 10, 13, samples=2)
+    table = output.table(batches, chunk, "a", results)
+    assert table.schema.equals(output.schema)
+    assert table["id"].to_pylist() == [7, 7, 8, 8, 9, 9]
+    assert table["p_source_row"].to_pylist() == [10, 10, 11, 11, 12, 12]
+    assert table["p_sample"].to_pylist() == [0, 1] * 3
+    assert table["p_completion"].to_pylist() == ["00", "01", "10", "11", "20", "21"]
+    assert output.results(table) == results
+    with pytest.raises(ValueError, match="got 3 input rows and 5 results"):
+        output.table(batches, chunk, "a", results[:5])
 
 
 def test_no_input_column_kept() -> None:
