@@ -162,10 +162,10 @@ def _model_free_engine(running: int) -> Engine:
     engine = Engine(model, tokenizer, pool, {END}, longest, running, running * PROMPT_TOKENS)
     rng = np.random.default_rng(0)
 
-    def sample(batch: Batch, logits: Any) -> np.ndarray:
+    def sample(batch: Batch, logits: Any, masks: None) -> np.ndarray:
         return np.where(rng.random(len(batch.sampled)) < 1 / OUTPUT_TOKENS, END, TOKEN)
 
-    engine._sample = sample  # type: ignore[method-assign]
+    engine._sample = sample  # type: ignore[method-assign, assignment]
     return engine
 
 

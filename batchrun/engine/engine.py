@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from batchrun.engine.batch import Batch
+from batchrun.engine.constraints import Constraint, Constraints, Masks
 from batchrun.engine.deltas import Piece, PieceWriter
 from batchrun.engine.detokenizer import StopMatcher
 from batchrun.engine.kv_cache import BlockPool, block_hashes
 from batchrun.engine.model import PagedModel
-from batchrun.engine.params import Completion, Request
+from batchrun.engine.params import Completion, Request, SamplingParams
 from batchrun.engine.sampler import sample
 from batchrun.engine.scheduler import Scheduler
 from batchrun.engine.sequence import Sequence
@@ -31,6 +32,7 @@ class StepStats:
     seconds: float
     tokens: int  # query tokens computed
     sampled: int  # rows that got a token
+    forced: int  # tokens that rows got without it, as the form of their text left no choice
     running: int
     waiting: int
     kv_used: float  # share of the KV blocks that are held
@@ -65,6 +67,8 @@ class Engine:
         self._pieces = PieceWriter(tokenizer)
         self._refused: list[Completion] = []
         self._num_added = 0
+        self._num_forced = 0
+        self.constraints = Constraints(tokenizer, model.vocab_size, eos_ids)
 
     def add(self, request: Request) -> None:
         """Queue a request. One that can never run comes back from the next step with finish_reason "error"."""
@@ -75,13 +79,20 @@ class Engine:
             self._refused.append(refusal)
             return
         params, caching = request.params, self.pool.prefix_caching
-        ids = given.astype(np.int32)
+        max_total = min(len(given) + params.max_tokens, self.max_model_len)
+        try:
+            constraint, opening = self._constrain(params, max_total - len(given))
+        except ValueError as error:
+            self._refused.append(_refusal(request, "constraint_error", str(error)))
+            return
+        ids = np.concatenate([given, opening]).astype(np.int32)
         sequence = Sequence(
             request=request,
             seed=self._num_added if params.seed is None else params.seed,
             token_ids=ids,
-            num_prompt=len(ids),
-            max_total=min(len(ids) + params.max_tokens, self.max_model_len),
+            num_prompt=len(given),
+            max_total=max_total,
+            constraint=constraint,
             digests=block_hashes(ids, self.pool.block_size) if caching else [],
             arrived_at=time.perf_counter(),
             stops=StopMatcher(self.tokenizer, params.stop, params.skip_special_tokens) if params.stop else None,
@@ -130,7 +141,8 @@ class Engine:
         refused, self._refused = self._refused, []
         if batch is None:
             return refused
-        next_tokens = self._sample(batch, self.model.forward(batch))
+        masks = self._begin_masks(batch)
+        next_tokens = self._sample(batch, self.model.forward(batch), masks)
         self.scheduler.advance(batch, next_tokens)
         finished = self._collect(batch.slots[batch.sampled], next_tokens)
         self._pieces.write(self.scheduler.slots, finished)
@@ -156,10 +168,30 @@ class Engine:
     def close(self) -> None:
         """Nothing to end: the engine lives in this process."""
 
-    def _sample(self, batch: Batch, logits: Any) -> np.ndarray:
+    def _constrain(self, params: SamplingParams, room: int) -> tuple[Constraint | None, list[int]]:
+        """The form of a row's text, and the tokens that it begins with whatever the model says. Raises ValueError."""
+        if params.structured_outputs is None:
+            return None, []
+        constraint = self.constraints.open(params.structured_outputs)
+        # A row with stops of its own may end at any token, and so gets them in steps.
+        opening = [] if params.stop or params.stop_token_ids else constraint.opening(room - 1)
+        self._num_forced += len(opening)
+        return constraint, opening
+
+    def _begin_masks(self, batch: Batch) -> Masks | None:
+        """Start to compute, beside the model, what rows of the step may say."""
+        slots, rows = self.scheduler.slots, batch.slots[batch.sampled]
+        constrained = np.flatnonzero(slots.constrained[rows])
+        if not len(constrained):
+            return None
+        return self.constraints.begin(constrained, [self._constraint(slot) for slot in rows[constrained]])
+
+    def _sample(self, batch: Batch, logits: Any, masks: Masks | None) -> np.ndarray:
         slots, rows = self.scheduler.slots, batch.slots[batch.sampled]
         if not len(rows):
             return np.empty(0, dtype=np.int64)
+        if masks is not None:
+            masks.apply(logits)
         return sample(
             logits,
             slots.temperature[rows],
@@ -172,20 +204,41 @@ class Engine:
     def _collect(self, rows: np.ndarray, next_tokens: np.ndarray) -> list[Completion]:
         """Look for ends: vector operations for all rows, Python only for those that end or watch for stops."""
         slots, now = self.scheduler.slots, time.perf_counter()
-        for slot in rows[slots.num_tokens[rows] == slots.num_prompt[rows] + 1]:
+        for slot in rows[slots.untouched[rows]]:
             self._sequence(slot).first_token_at = now
+        slots.untouched[rows] = False
         at_eos = np.isin(next_tokens, self.eos_ids) & ~slots.ignore_eos[rows]
         at_length = slots.num_tokens[rows] >= slots.max_total[rows]
         repeats = slots.repetition.look(rows, slots.token_ids, slots.num_tokens, slots.num_prompt)
         finished = []
-        for i in np.flatnonzero(at_eos | at_length | repeats | slots.watched[rows]):
+        for i in np.flatnonzero(at_eos | at_length | repeats | slots.watched[rows] | slots.constrained[rows]):
             slot, token = int(rows[i]), int(next_tokens[i])
             ended: _End | None = (None, token, "stop") if at_eos[i] else self._find_stop(slot, token)
+            if slots.constrained[slot]:
+                ended = self._follow(slot, token, ended)
             if ended is None and (repeats[i] or at_length[i]):
                 ended = (None, None, "repetition" if repeats[i] else "length")
             if ended is not None:
                 finished.append(self._finish(slot, *ended))
         return finished
+
+    def _follow(self, slot: int, token: int, ended: _End | None) -> _End | None:
+        """Whether the form of the row's text ends it with this token; if not, append the tokens that must follow."""
+        slots, constraint = self.scheduler.slots, self._constraint(slot)
+        constraint.take(token)
+        if ended is None:
+            forced = constraint.forced(int(slots.max_total[slot] - slots.num_tokens[slot]))
+            stops = (self._find_stop(slot, token) for token in forced) if slots.watched[slot] else ()
+            count, ended = next(((n, end) for n, end in enumerate(stops, 1) if end is not None), (len(forced), None))
+            slots.append(slot, forced[:count])
+            self._num_forced += count
+        if constraint.error:
+            return None, None, "error"
+        if ended is None and constraint.complete:
+            return None, None, "stop"
+        if ended is None and slots.num_tokens[slot] >= slots.max_total[slot]:
+            return None, None, "length"
+        return ended
 
     def _find_stop(self, slot: int, token: int) -> _End | None:
         """Whether the row's own stops end it with this token."""
@@ -214,6 +267,8 @@ class Engine:
             token_ids=token_ids,
             finish_reason=finish_reason,
             stop_reason=stop_reason,
+            error_type="constraint_error" if finish_reason == "error" else None,
+            error=sequence.constraint.error if finish_reason == "error" and sequence.constraint else None,
             max_tokens=sequence.max_total - sequence.num_prompt,
             prompt_tokens=sequence.num_prompt,
             cached_tokens=sequence.cached_tokens,
@@ -236,7 +291,7 @@ class Engine:
             raise ValueError(f"request key {request.key!r} is already in the engine")
         else:
             return None
-        return Completion(request.key, "", [], "error", error_type=kind, error=why, prompt_tokens=len(ids))
+        return _refusal(request, kind, why)
 
     def _note_step(self, batch: Batch, seconds: float) -> None:
         scheduler = self.scheduler
@@ -245,6 +300,7 @@ class Engine:
                 seconds=seconds,
                 tokens=batch.num_tokens,
                 sampled=len(batch.sampled),
+                forced=self._num_forced,
                 running=len(batch.slots),
                 waiting=len(scheduler.waiting),
                 kv_used=1 - self.pool.num_free / self.pool.num_blocks,
@@ -253,12 +309,21 @@ class Engine:
                 preemptions=scheduler.num_preemptions,
             )
         )
-        self.last_step = self._steps[-1]
+        self.last_step, self._num_forced = self._steps[-1], 0
 
     def _sequence(self, slot: int) -> Sequence:
         sequence = self.scheduler.slots.sequences[slot]
         assert sequence is not None
         return sequence
+
+    def _constraint(self, slot: int) -> Constraint:
+        constraint = self._sequence(slot).constraint
+        assert constraint is not None
+        return constraint
+
+
+def _refusal(request: Request, kind: ErrorType, why: str) -> Completion:
+    return Completion(request.key, "", [], "error", error_type=kind, error=why, prompt_tokens=len(request.prompt_ids))
 
 
 def row_seed(seed: int, *identity: object) -> int:

@@ -142,8 +142,8 @@ class Scheduler:
         self._computing.update(sequence.pending)
         if sequence.cached_tokens < 0:
             sequence.admitted_at = time.perf_counter()
-            sequence.cached_tokens = start
-            self.cached_tokens += start
+            sequence.cached_tokens = min(start, sequence.num_prompt)
+            self.cached_tokens += sequence.cached_tokens
             self.prompt_tokens += sequence.num_prompt
             usable = sequence.digests[: (sequence.num_prompt - 1) // self.pool.block_size]
             self.cachable_tokens += self._ever_seen.count(usable) * self.pool.block_size

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from batchrun.engine.constraints import Constraint
 from batchrun.engine.detokenizer import StopMatcher
 from batchrun.engine.params import Request
 
@@ -16,12 +17,13 @@ class Sequence:
 
     request: Request
     seed: int  # of the sampling noise
-    token_ids: np.ndarray  # int32 [n]: the prompt, then what was generated before a preemption
+    token_ids: np.ndarray  # int32 [n]: the prompt, then what was there before a preemption
     num_prompt: int
     max_total: int  # prompt + completion tokens at most
     digests: list[bytes]  # of the full blocks of token_ids known so far
     arrived_at: float  # seconds, time.perf_counter
     stops: StopMatcher | None = None  # what the text so far holds of the request's stop strings
+    constraint: Constraint | None = None  # the form of its text, and how far it has come
     slot: int = -1  # -1: waiting
     cached_tokens: int = -1  # prompt tokens found in the cache when first admitted; -1: not yet admitted
     admitted_at: float = 0.0

@@ -34,6 +34,8 @@ class Slots:
         self.seed = np.zeros(capacity, dtype=np.int64)
         self.ignore_eos = np.zeros(capacity, dtype=bool)
         self.watched = np.zeros(capacity, dtype=bool)  # has stop strings or stop token ids of its own
+        self.constrained = np.zeros(capacity, dtype=bool)  # its text must have a form
+        self.untouched = np.zeros(capacity, dtype=bool)  # no token of it has been sampled yet
         self.repetition = RepetitionWatch(capacity)
 
     @property
@@ -59,6 +61,7 @@ class Slots:
         self.temperature[slot], self.top_p[slot], self.top_k[slot] = params.temperature, params.top_p, params.top_k
         self.seed[slot], self.ignore_eos[slot] = sequence.seed, params.ignore_eos
         self.watched[slot] = bool(params.stop or params.stop_token_ids)
+        self.constrained[slot], self.untouched[slot] = sequence.constraint is not None, not sequence.first_token_at
         self.repetition.put(slot, params, sequence.token_ids[sequence.num_prompt :])
         return slot
 
@@ -72,6 +75,16 @@ class Slots:
         self.order = self.order[self.order != slot]
         self._free.append(slot)
         return sequence, blocks
+
+    def append(self, slot: int, tokens: list[int]) -> None:
+        """Give a row tokens that no step has sampled; one of the next steps computes them."""
+        start = self.num_tokens[slot]
+        self.token_ids[slot, start : start + len(tokens)] = tokens
+        self.num_tokens[slot] += len(tokens)
+        sequence = self.sequences[slot]
+        if tokens and sequence is not None and self.repetition.max_pattern[slot]:
+            generated = self.token_ids[slot, sequence.num_prompt : self.num_tokens[slot]]
+            self.repetition.put(slot, sequence.request.params, generated)
 
     def blocks(self, slot: int) -> list[int]:
         return [int(block) for block in self.block_tables[slot, : self.num_blocks[slot]]]

@@ -1,0 +1,147 @@
+"""Rows whose text must have a form: which tokens may come next, and which must.
+
+Grammars, their state in each row and the masks are llguidance's. A mask follows from the tokens that a row has, so
+those of a step are computed in a thread while the model runs, and are there when its logits are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+from batchrun.engine.structure import StructuredOutputs
+
+REMEMBERED_GRAMMARS = 1024
+
+
+class Constraint:
+    """What one row has said of its form, and what it may still say."""
+
+    def __init__(self, matcher: LLMatcher, fast_forward: bool) -> None:
+        self.matcher = matcher
+        self._fast_forward = fast_forward
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing can follow but the end."""
+        return self.matcher.is_stopped() and not self.error
+
+    @property
+    def error(self) -> str:
+        """Why the row cannot go on; empty if it can."""
+        return self.matcher.get_error()
+
+    def take(self, token: int) -> None:
+        """The row has this token next. One that the form does not allow is an `error`."""
+        self.matcher.consume_token(token)
+
+    def forced(self, limit: int) -> list[int]:
+        """Up to `limit` tokens that must come now; the row has them next."""
+        if not self._fast_forward or limit <= 0:
+            return []
+        tokens = self.matcher.compute_ff_tokens()[:limit]
+        if tokens:
+            self.matcher.consume_tokens(tokens)
+        return tokens
+
+    def opening(self, limit: int) -> list[int]:
+        """The tokens that must come first, but the last of all: every row ends in a step, which samples a token."""
+        tokens = self.forced(limit)
+        if tokens and self.matcher.is_stopped():
+            self.matcher.rollback(1)
+            tokens.pop()
+        return tokens
+
+
+class Masks:
+    """Which tokens K rows of a step must not have, on their way."""
+
+    def __init__(self, rows: np.ndarray, forbidden: Future[np.ndarray]) -> None:
+        self._rows = rows
+        self._forbidden = forbidden
+
+    @torch.inference_mode()
+    def apply(self, logits: torch.Tensor) -> None:
+        """Set the logits of forbidden tokens to -inf in place, in the constrained ones of the rows (float [K, V])."""
+        bits = torch.from_numpy(self._forbidden.result())
+        forbidden = _unpacked(bits, logits.shape[1], logits.device)
+        if len(self._rows) == len(logits):
+            logits.masked_fill_(forbidden, float("-inf"))
+        else:
+            rows = torch.from_numpy(self._rows).to(logits.device)
+            logits[rows] = logits[rows].masked_fill_(forbidden, float("-inf"))
+
+
+class Constraints:
+    """The grammars of all rows, each compiled once. The tokenizer is prepared when the first row asks."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Iterable[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_ids = sorted(eos_ids)
+        self._words: LLTokenizer | None = None
+        self._executor: LLExecutor | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._matchers: OrderedDict[StructuredOutputs, LLMatcher] = OrderedDict()
+
+    def open(self, form: StructuredOutputs, fast_forward: bool = True) -> Constraint:
+        """The constraint of a new row. Raises ValueError for a form that cannot be used, or a tokenizer."""
+        matcher = self._matchers.get(form)
+        if matcher is None:
+            matcher = LLMatcher(self._prepared_tokenizer(), form.compiled(), log_level=0)
+            if matcher.is_error():
+                raise ValueError(f"{form.kind} cannot be used: {matcher.get_error()}")
+            self._matchers[form] = matcher
+            if len(self._matchers) > REMEMBERED_GRAMMARS:
+                self._matchers.popitem(last=False)
+        else:
+            self._matchers.move_to_end(form)
+        return Constraint(matcher.deep_copy(), form.fast_forward and fast_forward)
+
+    def begin(self, rows: np.ndarray, constraints: Sequence[Constraint]) -> Masks:
+        """Start to compute the masks of the rows `rows` (int64 [n]) among those that a step samples.
+
+        Until `apply` has been called, nothing else may be done with the constraints.
+        """
+        if self._thread is None or self._executor is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
+            self._executor = LLExecutor()
+        return Masks(rows, self._thread.submit(self._fill, [c.matcher for c in constraints]))
+
+    def _fill(self, matchers: Sequence[LLMatcher]) -> np.ndarray:
+        """uint8 [n, ceil(V / 8)], lowest bit first: 1 for a token that is not allowed."""
+        assert self._words is not None
+        assert self._executor is not None
+        allowed = np.zeros((len(matchers), -(-self._words.vocab_size // 32)), dtype=np.int32)
+        places = [(matcher, i) for i, matcher in enumerate(matchers)]
+        self._executor.unsafe_compute_mask_ptr(places, allowed.ctypes.data, allowed.shape[1] * 4, len(matchers))
+        return np.invert(allowed, out=allowed).view(np.uint8)
+
+    def _prepared_tokenizer(self) -> LLTokenizer:
+        if self._words is None:
+            backend = getattr(self._tokenizer, "backend_tokenizer", None)
+            if backend is None:
+                raise ValueError("structured outputs need a tokenizer of the kind that transformers calls fast")
+            text = json.loads(backend.to_str()) | {"padding": None, "truncation": None}
+            # A tokenizer may have words beyond the model's last one, and a model rows of its head beyond all words.
+            size = max(self._vocab_size, len(self._tokenizer))
+            try:
+                self._words = LLTokenizer(json.dumps(text), n_vocab=size, eos_token=self._eos_ids or None)
+            except ValueError as error:
+                raise ValueError(f"structured outputs cannot work with this model's tokenizer: {error}") from error
+        return self._words
+
+
+def _unpacked(bits: torch.Tensor, width: int, device: torch.device) -> torch.Tensor:
+    """bool [n, width] on the device from uint8 [n, >= width / 8], which is an eighth to carry over."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.unpackbits(bits.numpy(), axis=1, count=width, bitorder="little").view(bool))
+    shifts = torch.arange(8, dtype=torch.uint8, device=device)
+    return ((bits.to(device)[:, :, None] >> shifts) & 1).flatten(1)[:, :width].bool()
