@@ -44,7 +44,7 @@ def compose_config(arguments: Sequence[str], config_dir: Path | None = None) -> 
     """The job that the command line describes.
 
     `config_dir` is a folder of the user's own, with job/NAME.yaml and options of the groups. A relative
-    `prompt.template_file`, `prompt.chat_template` or `output.schema` that names a file is made absolute: looked up
+    `prompt.template_file`, `prompt.chat_template`, a schema or a grammar that names a file is made absolute: looked up
     beside the job first, then from the working folder; the other way round when it was typed on the command line.
     Raises ConfigError.
     """
@@ -184,6 +184,11 @@ def _find_templates(config: Config, folders: Sequence[Path], typed: set[str]) ->
         prompt.chat_template = _first_file(_places(name, folders, "prompt.chat_template" in typed)) or name
     if isinstance(name := config.output.schema, str) and "{" not in name:
         config.output.schema = _first_file(_places(name, folders, "output.schema" in typed)) or name
+    structure = config.structure
+    if isinstance(name := structure.json, str) and "{" not in name:
+        structure.json = _first_file(_places(name, folders, "structure.json" in typed)) or name
+    if (name := structure.grammar) is not None and ":" not in name:
+        structure.grammar = _first_file(_places(name, folders, "structure.grammar" in typed)) or name
 
 
 def _places(name: str, folders: Sequence[Path], typed: bool) -> list[Path]:

@@ -49,7 +49,7 @@ class Job:
         # Of texts that may lie in files the content counts, not the place.
         for key in ("prompt.template_file", "prompt.chat_template"):
             settings.pop(key)
-        return settings | self.prompts.identity()
+        return settings | self.prompts.identity() | self.task.identity()
 
     def output_folder(self) -> Path:
         """The output folder, which need not be there. Raises ConfigError."""
@@ -120,7 +120,7 @@ def versions() -> dict[str, str | None]:
     from importlib.metadata import PackageNotFoundError, version
 
     found: dict[str, str | None] = {"batchrun": __version__, "python": platform.python_version()}
-    for name in ("torch", "transformers", "tokenizers", "triton", "pyarrow"):
+    for name in ("torch", "transformers", "tokenizers", "llguidance", "triton", "pyarrow"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

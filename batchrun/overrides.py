@@ -29,6 +29,8 @@ PATH_KEYS = frozenset(
         "output.merge_path",
         "output.schema",
         "prompt.template_file",
+        "structure.json",
+        "structure.grammar",
     }
 )
 TEXT_KEYS = frozenset(

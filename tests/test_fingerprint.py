@@ -56,6 +56,13 @@ IDENTITY: dict[str, Changed] = {
     "sampling.repetition_max_pattern": one("sampling.repetition_max_pattern", 32),
     "sampling.repetition_min_pattern": one("sampling.repetition_min_pattern", 2),
     "sampling.repetition_min_count": one("sampling.repetition_min_count", 3),
+    "structure.json": one("structure.json", {"type": "object"}),
+    "structure.regex": one("structure.regex", "w[0-9]"),
+    "structure.choice": one("structure.choice", ["w5", "w6"]),
+    "structure.grammar": one("structure.grammar", 'start: "w5"'),
+    "structure.json_object": one("structure.json_object", True),
+    "structure.any_whitespace": one("structure.any_whitespace", True),
+    "structure.fast_forward": one("structure.fast_forward", False),
     "prompt.kind": Changed({"prompt.kind": "completion", "prompt.chat_template": None}),
     "prompt.template": one("prompt.template", "w5 {{ text }}"),
     "prompt.template_file": Changed(

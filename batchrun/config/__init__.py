@@ -18,6 +18,7 @@ from batchrun.config.output import OutputConfig
 from batchrun.config.prompt import PromptConfig
 from batchrun.config.run import JobConfig, LaunchConfig, ReportConfig, RunConfig
 from batchrun.config.sampling import MAX_PATTERN, SamplingConfig
+from batchrun.config.structure import StructureConfig
 from batchrun.errors import ConfigError
 
 MODES = ("run", "plan", "preview", "bench", "status", "merge", "reparse")
@@ -40,6 +41,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    structure: StructureConfig = field(default_factory=StructureConfig)
     prompt: PromptConfig = field(default_factory=PromptConfig)
     input: InputConfig = field(default_factory=InputConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
@@ -68,6 +70,10 @@ class Config:
             )
         if self.retry and self.output.overwrite:
             raise ConfigError("retry keeps an output and output.overwrite=true replaces it: set one of them")
+        if self.structure.given and self.task != "generate":
+            raise ConfigError(
+                f"structure.{self.structure.given[0]} is the form of completions, and task={self.task} makes none"
+            )
         if self.input.format == "openai":
             self._take_requests()
 

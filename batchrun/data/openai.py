@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchrun.data.row_params import PARAMS, TYPES, parse_params
+from batchrun.data.row_params import PARAMS, STRUCTURED, TYPES, parse_params
 from batchrun.data.values import clean_text
 
 CHAT_URL = "/v1/chat/completions"
@@ -39,7 +39,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,),
     "min_p": (0,),
     "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
+    "response_format": ({"type": "text"},),  # others are structured outputs
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -88,8 +88,10 @@ def _params(body: Mapping[str, Any]) -> dict[str, Any]:
         name = OTHER_NAMES.get(key, key)
         if key in ("messages", "model") or key in WITHOUT_EFFECT or value is None:
             continue
-        if name in TYPES:
+        if name in TYPES or name == STRUCTURED:
             params[name] = value
+        elif key == "response_format" and value != {"type": "text"}:
+            params[STRUCTURED] = _form(value)
         elif not any(value == neutral for neutral in NEUTRAL.get(key, ())):
             shown = json.dumps(value, ensure_ascii=False)
             raise ValueError(f"body.{key}={shown if len(shown) <= 60 else shown[:60] + '…'} is not supported")
@@ -97,3 +99,17 @@ def _params(body: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(parsed.get("stop"), str):
         parsed["stop"] = [parsed["stop"]]
     return parsed
+
+
+def _form(response_format: Any) -> dict[str, Any]:
+    """`response_format` as the row's structured outputs. Raises ValueError for another type of it."""
+    kind = response_format.get("type") if isinstance(response_format, Mapping) else None
+    if kind == "json_object":
+        return {"json_object": True}
+    described = response_format.get("json_schema") if kind == "json_schema" else None
+    if not isinstance(described, Mapping) or not isinstance(described.get("schema"), Mapping):
+        shown = json.dumps(response_format, ensure_ascii=False)[:60]
+        raise ValueError(
+            f"body.response_format={shown} is not supported: text, json_object, or json_schema with a schema"
+        )
+    return {"json": described["schema"]}

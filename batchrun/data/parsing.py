@@ -84,15 +84,15 @@ class Parser:
         return self._declared(value)
 
 
-def read_schema(given: Any) -> Any:
-    """The JSON Schema that `output.schema` gives: itself, JSON text of it, or a file. Raises InputError."""
+def read_schema(given: Any, key: str = "output.schema") -> Any:
+    """The JSON Schema that the setting `key` gives: itself, JSON text of it, or a file. Raises InputError."""
     if not isinstance(given, str):
         return given
-    text = given if given.lstrip().startswith("{") else read_text("output.schema", given, [Path.cwd()])
+    text = given if given.lstrip().startswith("{") else read_text(key, given, [Path.cwd()])
     try:
         return json.loads(text)
     except ValueError as error:
-        raise InputError(f"output.schema={given if text != given else '…'} is not JSON: {error}") from error
+        raise InputError(f"{key}={given if text != given else '…'} is not JSON: {error}") from error
 
 
 def _prepared(schema: Any) -> tuple[jsonschema.protocols.Validator, Declared]:

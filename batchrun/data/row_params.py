@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from batchrun.config import SamplingConfig
+from batchrun.config.structure import FORMS, StructureConfig
 from batchrun.data.messages import is_text, storage_type
 from batchrun.errors import ConfigError
 
@@ -41,7 +42,10 @@ def _types() -> dict[str, Any]:
 
 
 TYPES = _types()
-PARAMS = pa.struct([(name, _ARROW[hint]) for name, hint in TYPES.items()])
+STRUCTURED = "structured_outputs"
+_FORM_TYPES = {"choice": pa.list_(pa.string()), "json_object": pa.bool_()}
+FORM = pa.struct([(name, _FORM_TYPES.get(name, pa.string())) for name in FORMS])
+PARAMS = pa.struct([*((name, _ARROW[hint]) for name, hint in TYPES.items()), (STRUCTURED, FORM)])
 
 
 def is_params_type(type: pa.DataType) -> bool:
@@ -65,19 +69,48 @@ def parse_params(value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ValueError(f"not an object of parameters but {type(value).__name__}")
     given = {key: item for key, item in value.items() if item is not None}
+    form = _form(given.pop(STRUCTURED, None))
     if unknown := sorted(map(str, given.keys() - TYPES.keys())):
-        raise ValueError(f"there is no parameter {', '.join(unknown)}; there are {', '.join(TYPES)}")
+        raise ValueError(f"there is no parameter {', '.join(unknown)}; there are {', '.join(TYPES)}, {STRUCTURED}")
     given = {key: _typed(key, item) for key, item in given.items()}
     try:
         config = SamplingConfig(**given)
     except ConfigError as error:
         raise ValueError(str(error)) from error
-    return {key: getattr(config, key) for key in given}
+    return {key: getattr(config, key) for key in given} | ({STRUCTURED: form} if form else {})
 
 
 def row_sampling(config: SamplingConfig, own: Mapping[str, Any]) -> SamplingConfig:
     """The job's parameters with a row's own, as `parse_params` returns them, in their place."""
-    return dataclasses.replace(config, **own) if own else config
+    changes = {key: value for key, value in own.items() if key in TYPES}
+    return dataclasses.replace(config, **changes) if changes else config
+
+
+def _form(value: Any) -> dict[str, Any]:
+    """The form that a row asks for, by its name: a schema as text. Nothing of it is a file. Raises ValueError."""
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f"{STRUCTURED}={value!r} is not an object with one of {', '.join(FORMS)}")
+    given = {key: item for key, item in (value or {}).items() if item is not None}
+    if unknown := sorted(map(str, given.keys() - set(FORMS))):
+        raise ValueError(f"{STRUCTURED} has no {', '.join(unknown)}; it has one of {', '.join(FORMS)}")
+    schema = given.get("json")
+    if isinstance(schema, Mapping):
+        given["json"] = json.dumps(schema, ensure_ascii=False)
+    elif schema is not None:
+        try:
+            is_schema = isinstance(json.loads(schema), dict)
+        except (TypeError, ValueError, RecursionError):
+            is_schema = False
+        if not is_schema:
+            raise ValueError(f"{STRUCTURED}: json={str(schema)[:60]!r} is not a JSON Schema")
+    for key in ("regex", "grammar"):
+        if not isinstance(given.get(key, ""), str):
+            raise ValueError(f"{STRUCTURED}: {key}={given[key]!r} is not text")
+    try:
+        config = StructureConfig(**given)
+    except (ConfigError, TypeError) as error:
+        raise ValueError(f"{STRUCTURED}: {error}") from error
+    return {key: getattr(config, key) for key in config.given}
 
 
 def _typed(key: str, value: Any) -> Any:

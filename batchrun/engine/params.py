@@ -28,7 +28,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    structured_outputs: StructuredOutputs | None = None  # the form that the text has
+    structured_outputs: StructuredOutputs | None = None  # the form of the text, which decides alone when it may end
     # Ends a row whose last tokens are one pattern of so many tokens, so many times in a row; 0: never.
     repetition_max_pattern: int = 0
     repetition_min_pattern: int = 1
@@ -50,8 +50,6 @@ class SamplingParams:
             raise ValueError(f"seed={self.seed} must fit into 64 bits with a sign")
         if any(not s for s in stop):
             raise ValueError(f"stop={stop!r} holds an empty string")
-        if self.structured_outputs is not None and self.ignore_eos:
-            raise ValueError("ignore_eos=True cannot be with structured_outputs, which say where the text may end")
         if not 0 <= self.repetition_max_pattern <= MAX_PATTERN:
             raise ValueError(
                 f"repetition_max_pattern={self.repetition_max_pattern} must be between 0 (off) and {MAX_PATTERN}"

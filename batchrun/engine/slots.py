@@ -59,9 +59,11 @@ class Slots:
         self.num_tokens[slot], self.num_computed[slot], self.num_blocks[slot] = count, num_computed, len(blocks)
         self.num_prompt[slot], self.max_total[slot] = sequence.num_prompt, sequence.max_total
         self.temperature[slot], self.top_p[slot], self.top_k[slot] = params.temperature, params.top_p, params.top_k
-        self.seed[slot], self.ignore_eos[slot] = sequence.seed, params.ignore_eos
+        self.seed[slot] = sequence.seed
         self.watched[slot] = bool(params.stop or params.stop_token_ids)
-        self.constrained[slot], self.untouched[slot] = sequence.constraint is not None, not sequence.first_token_at
+        self.constrained[slot] = sequence.constraint is not None
+        self.ignore_eos[slot] = params.ignore_eos and sequence.constraint is None
+        self.untouched[slot] = not sequence.first_token_at
         self.repetition.put(slot, params, sequence.token_ids[sequence.num_prompt :])
         return slot
 

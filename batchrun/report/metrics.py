@@ -43,6 +43,7 @@ STEPS = pa.schema(
         "seconds": pa.float32(),
         "tokens": pa.int32(),
         "sampled": pa.int32(),
+        "forced": pa.int32(),
         "running": pa.int32(),
         "waiting": pa.int32(),
         "kv_used": pa.float32(),
@@ -69,6 +70,7 @@ class Metrics:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.completion_tokens = 0
+        self.forced_tokens = 0
         self.statuses: Counter[str] = Counter()
         self.finish_reasons: Counter[str] = Counter()
         self.error_types: Counter[str] = Counter()
@@ -122,6 +124,7 @@ class Metrics:
         self._first_step = now - step.seconds if self._first_step is None else self._first_step
         self.engine_seconds = now - self._first_step
         self.last_step = step
+        self.forced_tokens += step.forced
         if self.config.report.metrics:
             values = {"at_s": now - self._origin, **dataclasses.asdict(step)}
             self._table("steps", STEPS).add({name: [values[name]] for name in STEPS.names})
@@ -140,6 +143,8 @@ class Metrics:
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
             "completion_tokens": self.completion_tokens,
+            "forced_tokens": self.forced_tokens,
+            "forced_share": round(self.forced_tokens / max(self.completion_tokens, 1), 4),
             "hit_rate": round(self.last_step.hit_rate, 4) if self.last_step else None,
             "ideal_hit_rate": round(self.last_step.ideal_hit_rate, 4) if self.last_step else None,
             "rows_per_s": round(self.rows * per_second, 3),

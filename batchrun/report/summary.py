@@ -40,7 +40,8 @@ def print_summary(output: Output, done: np.ndarray, metrics: Metrics) -> None:
         if metrics.deduplicated:
             print(f"{'deduplicated':<14}{metrics.deduplicated:,} rows have the prompt of another and its completion")
         print(f"{'prompt':<14}{metrics.prompt_tokens:,} tokens, {metrics.cached_tokens:,} of them cached")
-        print(f"{'output':<14}{metrics.completion_tokens:,} tokens")
+        forced = f", {totals['forced_share']:.0%} of them forced by their form" if metrics.forced_tokens else ""
+        print(f"{'output':<14}{metrics.completion_tokens:,} tokens{forced}")
         print(
             f"{'speed':<14}{totals['completion_tokens_per_s']:,} output tokens/s, "
             f"{totals['total_tokens_per_s']:,} tokens/s in all, {totals['engine_s']:,} s"

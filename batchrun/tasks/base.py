@@ -43,6 +43,10 @@ class Task(ABC):
     def result(self, row: Row, completions: Sequence[Completion]) -> RowResult:
         """What the answers come to. All are there, and any of them may have failed (see `failure`)."""
 
+    def identity(self) -> dict[str, Any]:
+        """Settings that only point to texts, in files, with the texts in their place: for the fingerprint."""
+        return {}
+
     def repeatable(self, row: Row, requests: Sequence[Request]) -> bool:
         """Whether equal requests have equal answers, so that rows which make them need be asked only once."""
         return True

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from batchrun.config import Config, SamplingConfig
 from batchrun.data.outputs import RowResult
 from batchrun.data.row_params import row_sampling
 from batchrun.engine.engine import row_seed, sample_seed
 from batchrun.engine.params import Completion, Request, SamplingParams
+from batchrun.engine.structure import StructuredOutputs
 from batchrun.row import Row
+from batchrun.structured import job_form, row_form
 from batchrun.tasks.base import Task, prompt_digest, row_result
 
 
 class Generate(Task):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.sampling = RowSampling(config.sampling)
+        self.sampling = RowSampling(config)
 
     def requests(self, row: Row) -> list[Request]:
         assert row.prompt is not None
@@ -34,6 +37,10 @@ class Generate(Task):
             first_token_s=completion.first_token_s,
         )
 
+    def identity(self) -> dict[str, Any]:
+        form = self.sampling.form
+        return {f"structure.{form.kind}": getattr(form, form.kind)} if form and form.kind in ("json", "grammar") else {}
+
     def repeatable(self, row: Row, requests: Sequence[Request]) -> bool:
         return requests[0].params.temperature == 0 or self.sampling.by_content(row)
 
@@ -41,9 +48,10 @@ class Generate(Task):
 class RowSampling:
     """The sampling parameters of each row: the job's, with the row's own in their place."""
 
-    def __init__(self, config: SamplingConfig) -> None:
-        self.config = config
-        self.greedy = _params(config, seed=0) if config.temperature == 0 else None
+    def __init__(self, config: Config) -> None:
+        self.config = config.sampling
+        self.structure, self.form = config.structure, job_form(config)
+        self.greedy = _params(self.config, self.form, seed=0) if self.config.temperature == 0 else None
 
     def of(self, row: Row) -> SamplingParams:
         """A row without a seed of its own gets one that follows from the job's seed and the row's place or prompt. Its
@@ -51,16 +59,16 @@ class RowSampling:
         own = (row.prompt.params if row.prompt else None) or {}
         if self.greedy is not None and not own:
             return self.greedy
-        s = row_sampling(self.config, own)
+        s, form = row_sampling(self.config, own), row_form(self.structure, own) or self.form
         if s.temperature == 0:
-            return _params(s, seed=0)
+            return _params(s, form, seed=0)
         if "seed" in own:
             seed = s.seed
         elif s.seed_by == "content" and row.prompt is not None:
             seed = row_seed(s.seed, prompt_digest(row.prompt.ids).hex())
         else:
             seed = row_seed(s.seed, row.buffer.source_name, row.number)
-        return _params(s, sample_seed(seed, row.sample))
+        return _params(s, form, sample_seed(seed, row.sample))
 
     def by_content(self, row: Row) -> bool:
         """Whether the row's seed follows from its prompt, so that equal prompts have equal completions."""
@@ -68,7 +76,7 @@ class RowSampling:
         return "seed" in own or own.get("seed_by", self.config.seed_by) == "content"
 
 
-def _params(s: SamplingConfig, seed: int) -> SamplingParams:
+def _params(s: SamplingConfig, form: StructuredOutputs | None, seed: int) -> SamplingParams:
     return SamplingParams(
         max_tokens=s.max_tokens,
         temperature=s.temperature,
@@ -82,4 +90,5 @@ def _params(s: SamplingConfig, seed: int) -> SamplingParams:
         repetition_max_pattern=s.repetition_max_pattern,
         repetition_min_pattern=s.repetition_min_pattern,
         repetition_min_count=s.repetition_min_count,
+        structured_outputs=form,
     )

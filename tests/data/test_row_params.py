@@ -6,13 +6,13 @@ import pyarrow as pa
 import pytest
 
 from batchrun.config import SamplingConfig
-from batchrun.data.row_params import PARAMS, TYPES, is_params_type, parse_params, row_sampling
+from batchrun.data.row_params import PARAMS, STRUCTURED, TYPES, is_params_type, parse_params, row_sampling
 
 
 def test_every_sampling_setting_of_a_plain_type_can_come_with_a_row() -> None:
     assert {"max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "ignore_eos"} <= set(TYPES)
     assert set(TYPES) <= {field.name for field in dataclasses.fields(SamplingConfig)}
-    assert [field.name for field in PARAMS] == list(TYPES)
+    assert [field.name for field in PARAMS] == [*TYPES, STRUCTURED]
 
 
 def test_parameters_of_a_row() -> None:

@@ -14,39 +14,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from batchrun.engine.engine import StepStats
 from batchrun.engine.llm import LLM
 from batchrun.engine.params import Completion, Request, SamplingParams
 from batchrun.engine.structure import StructuredOutputs
-from tests.engine.families import assert_idle, build_model, engine_of, load, make_optimistic, random_prompt
+from tests.engine.families import assert_idle, engine_of, load, make_optimistic, random_prompt
+from tests.engine.speller import ENDS, SCHEMA, VOCABULARY, make_speller
 
-VOCABULARY = 400
-ENDS = [1, 3]
 MAX_TOKENS = 72
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 6},
-        "mood": {"enum": ["gut gelaunt", "日本語", "naïve"]},
-        "parts": {
-            "type": "array",
-            "minItems": 1,
-            "maxItems": 2,
-            "items": {
-                "type": "object",
-                "properties": {"score": {"type": "integer", "minimum": 1, "maximum": 5}},
-                "required": ["score"],
-                "additionalProperties": False,
-            },
-        },
-        "note": {"anyOf": [{"type": "string", "maxLength": 4}, {"type": "null"}]},
-    },
-    "required": ["name", "mood", "parts", "note"],
-    "additionalProperties": False,
-}
 JSON = StructuredOutputs(json=SCHEMA)
 FORMS = {
     "json": JSON,
@@ -67,34 +44,9 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes, and some hundred words of JSON and of these tests."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    texts = [
-        json.dumps(SCHEMA, ensure_ascii=False),
-        '{"name": "x", "mood": "naïve", "parts": [{"score": 3}], "note": ""}',
-    ]
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<s>", "</s>", "<pad>", "<end>"],
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts * 20, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
-
-
 @pytest.fixture(scope="module")
 def speller(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny llama over bytes with two ids that end a sequence."""
-    folder = tmp_path_factory.mktemp("speller")
-    model = build_model("llama", vocab_size=VOCABULARY)
-    model.generation_config.eos_token_id = ENDS
-    model.save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    return folder
+    return make_speller(tmp_path_factory.mktemp("speller"))
 
 
 @pytest.fixture(scope="module")
@@ -428,6 +380,7 @@ def test_a_form_is_a_small_value() -> None:
     assert list(json.loads(str(JSON.json))["properties"]) == list(SCHEMA["properties"])
 
 
-def test_ignore_eos_cannot_be_with_a_form() -> None:
-    with pytest.raises(ValueError, match="ignore_eos"):
-        SamplingParams(ignore_eos=True, structured_outputs=JSON)
+def test_ignore_eos_has_no_say_where_there_is_a_form(llm: LLM) -> None:
+    both = llm.generate([PROMPTS[0]] * 2, [asked(FORMS["choice"]), asked(FORMS["choice"], ignore_eos=True)])
+    assert both[0].token_ids == both[1].token_ids
+    assert both[1].finish_reason == "stop"
