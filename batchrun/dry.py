@@ -53,6 +53,7 @@ def plan(config: Config) -> int:
         fingerprint({}, job.source.files),
         task_types=job.task.columns,
         samples=config.sampling.n,
+        more_types=job.task.more_columns,
     )
     files, source = job.source.files, job.plan
     print(f"{'files':<12}{len(files):,}")

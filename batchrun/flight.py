@@ -13,6 +13,7 @@ from batchrun.data.prompt import Prompt
 from batchrun.engine.params import Completion, Request
 from batchrun.row import Row
 from batchrun.tasks.base import Task, prompt_digest
+from batchrun.turns import conversation
 
 # Results that are kept for equal prompts to come: the last used ones, with so much text in all.
 REMEMBERED_ROWS = 32_768
@@ -50,6 +51,13 @@ class Flight:
 
     def board(self, row: Row) -> list[Request] | RowResult | None:
         """What is to be done for a row: requests, nothing as its result is here, or wait for that of another."""
+        while isinstance(what := self._ask(row), RowResult):
+            if (whole := self._whole(row, what)) is not None:
+                return whole
+        return what
+
+    def _ask(self, row: Row) -> list[Request] | RowResult | None:
+        """The same for one of the row's prompts."""
         if row.prompt is None:
             return None
         if row.prompt.error_type is not None:
@@ -72,23 +80,36 @@ class Flight:
         self._waiting += 1
         return requests
 
-    def land(self, completion: Completion) -> Iterator[tuple[Row, RowResult]]:
-        """The rows that waited for this completion and no other, each with its result."""
+    def land(self, completion: Completion) -> Iterator[tuple[Row, list[Request] | RowResult]]:
+        """The rows that waited for this completion and no other, each with its result, or with requests for its next
+        prompt."""
         trip, place = self._trips.pop(completion.key)
         trip.completions[place] = completion
         completions = [done for done in trip.completions if done is not None]
         if len(completions) < len(trip.completions):
             return
-        first, *others = trip.rows
+        first = trip.rows[0]
         self._waiting -= len(trip.rows)
         result = self.task.result(first, completions)
         if trip.twin is not None:
             del self._leaders[trip.twin]
             if result.status == "ok":
                 self._known.put(trip.twin, result)
-        yield first, result
-        for row in others:
-            yield row, copied(result, row.prompt)
+        for row in trip.rows:
+            mine = result if row is first else copied(result, row.prompt)
+            what = self._whole(row, mine) or self.board(row)
+            if what is not None:
+                yield row, what
+
+    def _whole(self, row: Row, result: RowResult) -> RowResult | None:
+        """What a row comes to with the result of its prompt. None if it has another prompt, which it has from here."""
+        if row.prompt is None or row.prompt.follow is None:
+            return result
+        row.answered.append(result)
+        if result.status == "ok" and (prompt := row.prompt.follow([each.text or "" for each in row.answered])):
+            row.prompt = prompt
+            return None
+        return conversation(row.answered, self.task.prompt_names)
 
 
 def _content(request: Request) -> Hashable:

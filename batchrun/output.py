@@ -135,7 +135,13 @@ def open_output(job: Job) -> Iterator[Output]:
     # The parts of a retry keep the fingerprint of the job that made them.
     whole = _check_belongs(folder, manifest, config)
     schema = OutputSchema(
-        config.output, job.source.schema, whole, job.source.numbered, job.task.columns, config.sampling.n
+        config.output,
+        job.source.schema,
+        whole,
+        job.source.numbered,
+        job.task.columns,
+        config.sampling.n,
+        job.task.more_columns,
     )
     runs, record = Runs(folder), _record(job, folder, manifest)
     run = (config.retry and runs.unfinished(record)) or new_run_id()

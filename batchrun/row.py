@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from batchrun.data.buffer import ChunkBuffer
+from batchrun.data.outputs import RowResult
 from batchrun.data.prompt import Prompt
 
 
@@ -17,3 +18,4 @@ class Row:
     number: int
     prompt: Prompt | None
     sample: int = 0
+    answered: list[RowResult] = field(default_factory=list)  # results of its prompts before this one

@@ -171,7 +171,12 @@ def complete(
                     break
             if engine.has_work():
                 for completion in engine.step():
-                    yield from flight.land(completion)
+                    for row, what in flight.land(completion):
+                        if isinstance(what, RowResult):
+                            yield row, what
+                        else:  # its next prompt takes the place of the last one, whatever the room
+                            for request in what:
+                                engine.add(request)
             steps = engine.take_steps()
             for step in steps:
                 report.add_step(step)

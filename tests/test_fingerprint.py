@@ -72,6 +72,8 @@ IDENTITY: dict[str, Changed] = {
     "prompt.prompt_ids": Changed(
         {"prompt.template": None, "prompt.prompt_ids": "ids", "prompt.chat_template": None}, "prompt.prompt_ids"
     ),
+    "prompt.prompts": Changed({"prompt.template": None, "prompt.prompts": {"a": "{{ text }}"}}),
+    "prompt.turns": one("prompt.turns", ["w5"]),
     "prompt.params": one("prompt.params", "params"),
     "prompt.system": one("prompt.system", "w6"),
     "prompt.examples": one("prompt.examples", [{"user": "w7", "assistant": "w8"}]),

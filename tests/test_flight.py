@@ -47,6 +47,10 @@ def answer(request: Request, text: str = "yes", **values: Any) -> Completion:
     return Completion(request.key, text, [5, 6], "stop", prompt_tokens=len(request.prompt_ids), **values)
 
 
+def landed(flying: Flight, completion: Completion) -> list[tuple[Row, RowResult]]:
+    return [(one, result) for one, result in flying.land(completion) if isinstance(result, RowResult)]
+
+
 def asked(flying: Flight, one: Row) -> Request:
     requests = flying.board(one)
     assert isinstance(requests, list)
@@ -59,14 +63,14 @@ def test_rows_wait_for_an_equal_one_and_take_its_result() -> None:
     request, other = asked(flying, row(0, [7, 8])), asked(flying, row(1, [7, 9]))
     assert flying.board(row(2, [7, 8])) is None
     assert flying.board(row(3, [7, 8])) is None
-    landed = list(flying.land(answer(request, cached_tokens=1, total_s=2.0)))
-    assert [(one.number, result.text, result.deduplicated) for one, result in landed] == [
+    done = landed(flying, answer(request, cached_tokens=1, total_s=2.0))
+    assert [(one.number, result.text, result.deduplicated) for one, result in done] == [
         (0, "yes", False),
         (2, "yes", True),
         (3, "yes", True),
     ]
-    assert [result.cached_tokens for _, result in landed] == [1, 2, 2]
-    assert [result.total_s for _, result in landed] == [2.0, 0.0, 0.0]
+    assert [result.cached_tokens for _, result in done] == [1, 2, 2]
+    assert [result.total_s for _, result in done] == [2.0, 0.0, 0.0]
     later = flying.board(row(4, [7, 8]))
     assert isinstance(later, RowResult)
     assert (later.text, later.deduplicated, later.completion_tokens) == ("yes", True, 2)
@@ -113,7 +117,7 @@ def test_failures_are_shared_by_those_that_wait_and_not_remembered() -> None:
     request = asked(flying, row(0, [7]))
     flying.board(row(1, [7]))
     failed = Completion(request.key, "", [], "error", error_type="engine_error", error="died")
-    assert [(result.status, result.error) for _, result in flying.land(failed)] == [("error", "died")] * 2
+    assert [(result.status, result.error) for _, result in landed(flying, failed)] == [("error", "died")] * 2
     asked(flying, row(2, [7]))
 
 

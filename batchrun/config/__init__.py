@@ -68,6 +68,16 @@ class Config:
                 f"sampling.n={sampling.n} samples of a row would all be the same with sampling.temperature=0: set a "
                 "temperature above 0, or n=1"
             )
+        if (self.prompt.turns or self.prompt.prompts) and self.task != "generate":
+            raise ConfigError(f"prompt.turns and prompt.prompts need completions: task={self.task} has none")
+        if self.prompt.prompts:
+            last = list(self.prompt.prompts)[-1]
+            if self.output.completion not in ("completion", last):
+                raise ConfigError(
+                    "prompt.prompts names the columns of its answers: leave out "
+                    f"output.completion={self.output.completion}"
+                )
+            self.output.completion = last
         if self.retry and self.output.overwrite:
             raise ConfigError("retry keeps an output and output.overwrite=true replaces it: set one of them")
         if self.structure.given and self.task != "generate":
@@ -80,7 +90,8 @@ class Config:
     def _take_requests(self) -> None:
         """A request of OpenAI's batch file brings its own messages and parameters, in columns of these names."""
         prompt = self.prompt
-        if all(value is None for value in (prompt.template, prompt.template_file, prompt.messages, prompt.prompt_ids)):
+        sources = (prompt.template, prompt.template_file, prompt.messages, prompt.prompt_ids, prompt.prompts or None)
+        if all(value is None for value in sources):
             prompt.messages = "messages"
         if prompt.params is None:
             prompt.params = "params"

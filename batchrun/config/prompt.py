@@ -15,7 +15,7 @@ ON_EMPTY = ("error", "skip", "send")
 
 @dataclass
 class PromptConfig:
-    """How a row becomes token ids: exactly one of template, template_file, messages, prompt_ids."""
+    """How a row becomes token ids: exactly one of template, template_file, messages, prompt_ids, prompts."""
 
     kind: str = setting("chat", "chat: through the model's chat template; completion: the text as it is", identity=True)
     template: str | None = setting(None, "Jinja2 template over the row's columns", identity=True)
@@ -24,6 +24,16 @@ class PromptConfig:
     )
     messages: str | None = setting(None, "column with a list of {role, content}", identity=True)
     prompt_ids: str | None = setting(None, "column with ready token ids", identity=True)
+    prompts: dict[str, str] = setting(
+        {},
+        "several prompts for a row, by the name of the column for each answer: templates that know the earlier ones",
+        identity=True,
+    )
+    turns: list[str] = setting(
+        [],
+        "further turns of the conversation: templates of what the user says next, which know the earlier answers",
+        identity=True,
+    )
     params: str | None = setting(
         None, "column with a row's own sampling parameters: a struct or JSON text with keys of sampling", identity=True
     )
@@ -54,9 +64,15 @@ class PromptConfig:
         one_of("prompt.on_empty", self.on_empty, ON_EMPTY)
         in_range("prompt.reserve_tokens", self.reserve_tokens, 1)
         given = [k for k in ("template", "template_file", "messages", "prompt_ids") if getattr(self, k) is not None]
+        given += ["prompts"] if self.prompts else []
         if len(given) > 1:
             raise ConfigError(
                 f"prompt.{' and prompt.'.join(given)} are both set: a prompt has one source; set the others to null"
+            )
+        if self.turns and (self.kind != "chat" or self.prompts or self.prompt_ids):
+            raise ConfigError(
+                "prompt.turns goes on with a conversation: it needs prompt.kind=chat, and neither prompt.prompts nor "
+                "prompt.prompt_ids"
             )
         for example in self.examples:
             if set(example) != {"user", "assistant"}:

@@ -82,10 +82,11 @@ class OutputSchema:
     `types` are the added columns, by key, in their order, and `names` what they are called. `input_schema` holds the
     columns that are read; `kept` are those that go to the output, `schema` is the whole. `carried` are the columns that
     batches bring to `table`: with `numbered`, their rows have numbers of their own. `task_types` are the columns of a
-    task that completes no text, None for one that does. With `samples` above 1, each input row makes so many of the
-    output, told apart by a column. Raises InputError for a kept column
-    that is missing, collides with an added one, or has a type that Parquet cannot hold, and for a JSON Schema that is
-    none.
+    task that completes no text, None for one that does, which may have `more_types` beside its completion. With
+    `samples` above 1, each input row makes so many of the output, told apart by a column.
+
+    Raises InputError for a kept column that is missing, collides with an added one, or has a type that Parquet cannot
+    hold, and for a JSON Schema that is none.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class OutputSchema:
         numbered: bool = False,
         task_types: dict[str, pa.DataType] | None = None,
         samples: int = 1,
+        more_types: dict[str, pa.DataType] | None = None,
     ) -> None:
         self.fingerprint = fingerprint
         self.kept = _kept_columns(config, input_schema)
@@ -104,8 +106,10 @@ class OutputSchema:
         self.task_types = task_types
         if task_types is None:
             # Beside the completion comes what it is parsed to.
-            self.types = {COMPLETION: RESULT_TYPES[COMPLETION]} | self.parser.types | RESULT_TYPES
+            self.own = more_types or {}
+            self.types = {COMPLETION: RESULT_TYPES[COMPLETION]} | self.parser.types | self.own | RESULT_TYPES
         else:
+            self.own = task_types
             self.types = task_types | {key: type for key, type in RESULT_TYPES.items() if key not in OF_COMPLETIONS}
         if samples == 1:
             del self.types[SAMPLE]
@@ -138,8 +142,8 @@ class OutputSchema:
         values[SOURCE_ROW] = np.repeat(_row_numbers(batches, chunk), chunk.samples)
         if self.task_types is None:
             values |= self.parser.columns(values[COMPLETION], values["finish_reason"])
-        for key in self.task_types or ():
-            values[key] = [None if result.values is None else result.values[key] for result in results]
+        for key in self.own:
+            values[key] = [_clean((result.values or {}).get(key)) for result in results]
         added = [pa.array(values[key], type) for key, type in self.types.items()]
         errors = Counter(result.error_type or "error" for result in results if result.status == "error")
         schema = self.schema.with_metadata(
@@ -163,9 +167,9 @@ class OutputSchema:
             field.name: COMPLETION if field.name == "text" else field.name for field in dataclasses.fields(RowResult)
         }
         found = {name: part[self.names[key]].to_pylist() for name, key in fields.items() if key in self.names}
-        if self.task_types is not None:
-            own = [part[self.names[key]].to_pylist() for key in self.task_types]
-            found["values"] = [dict(zip(self.task_types, values, strict=True)) for values in zip(*own, strict=True)]
+        if self.own:
+            own = [part[self.names[key]].to_pylist() for key in self.own]
+            found["values"] = [dict(zip(self.own, values, strict=True)) for values in zip(*own, strict=True)]
         return [RowResult(**dict(zip(found, values, strict=True))) for values in zip(*found.values(), strict=True)]
 
 
@@ -210,6 +214,15 @@ def _result_values(results: Sequence[RowResult]) -> dict[str, Any]:
     for key in (COMPLETION, "error"):
         values[key] = [None if text is None else clean_text(text) for text in values[key]]
     return values
+
+
+def _clean(value: Any) -> Any:
+    """The value with every text in it as UTF-8 can hold it."""
+    if isinstance(value, str):
+        return clean_text(value)
+    if isinstance(value, list):
+        return [_clean(item) for item in value] if value and isinstance(value[0], (str, dict, list)) else value
+    return {key: _clean(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _kept_columns(config: OutputConfig, schema: pa.Schema) -> list[str]:

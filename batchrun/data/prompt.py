@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +24,8 @@ class Prompt:
     params: dict[str, Any] | None = None  # the row's own sampling parameters, by their names in the config
     skipped: bool = False  # the error is one that the settings ask to pass over
     truncated_tokens: int = 0  # that were cut to make it fit
+    # What the row asks next, given the answers to this prompt and those before it; None where there is nothing more.
+    follow: Callable[[Sequence[str]], Prompt | None] | None = None
 
 
 class RowError(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from batchrun.data.values import clean_text, is_blank, to_python
 from batchrun.data.window import Window
 from batchrun.errors import ErrorType, InputError
 
+ANSWERS = "answers"  # what templates call the answers to the row's prompts so far: a list, or by the prompts' names
+
 
 class PromptBuilder:
     """Turns batches of rows into prompts. Everything that can be known without rows is checked on construction.
@@ -59,6 +62,7 @@ class PromptBuilder:
         self.template = self._prompt_template()
         self.system = self._optional_template("system", config.system)
         self.prefill = self._optional_template("prefill", config.prefill)
+        self.following = self._following_templates()
         self.examples = [message(role, example[role]) for example in config.examples for role in ("user", "assistant")]
         self._check_columns()
         self.columns = self._needed_columns()
@@ -67,7 +71,8 @@ class PromptBuilder:
         self.chat_template: ChatTemplate | None = None
         if config.kind == "chat" and config.prompt_ids is None:
             self.chat_template = ChatTemplate(config, tokenizer, template_folders)
-            self.chat_template.check(self.system is not None, self.examples)
+            trial = [message("user", "text"), message("assistant", "text")] if config.turns else []
+            self.chat_template.check(self.system is not None, self.examples + trial)
 
     def identity(self) -> dict[str, str]:
         """Texts that settings only point to, for the fingerprint: the template file's and the chat template's."""
@@ -89,6 +94,10 @@ class PromptBuilder:
             else Draft(Prompt([], "invalid_row", why))
             for values, why in zip(rows, broken, strict=True)
         ]
+        return self._finished(drafts)
+
+    def _finished(self, drafts: list[Draft]) -> list[Prompt]:
+        """The prompts as token ids in the window."""
         self.window.tokenize([draft.prompt for draft in drafts if draft.prompt.text is not None])
         for draft in drafts:
             self.window.fit(draft)
@@ -97,6 +106,9 @@ class PromptBuilder:
 
     def _prompt_template(self) -> Template | None:
         config = self.config
+        if config.prompts:
+            name, text = next(iter(config.prompts.items()))
+            return Template(f"prompt.prompts.{name}", text, self.schema.names)
         if config.template is not None:
             return Template("prompt.template", config.template, self.schema.names)
         if config.template_file is not None:
@@ -108,6 +120,18 @@ class PromptBuilder:
                 f"the columns are {column_list(self.schema.names)}"
             )
         return None
+
+    def _following_templates(self) -> list[Template]:
+        """Those of a row's prompts after the first one. They know the earlier answers by the name ANSWERS."""
+        later = list(self.config.prompts.items())[1:]
+        texts = {f"prompt.prompts.{name}": text for name, text in later}
+        texts |= {f"prompt.turns[{number}]": text for number, text in enumerate(self.config.turns)}
+        if texts and ANSWERS in self.schema.names:
+            raise InputError(
+                f"the input has a column {ANSWERS}, by which name prompts know the earlier answers: leave it out with "
+                "input.columns"
+            )
+        return [Template(key, text, [*self.schema.names, ANSWERS]) for key, text in texts.items()]
 
     def _optional_template(self, name: str, text: str | None) -> Template | None:
         return None if text is None else Template(f"prompt.{name}", text, self.schema.names)
@@ -148,7 +172,7 @@ class PromptBuilder:
 
     def _needed_columns(self) -> list[str]:
         needed = {name for name in (self.config.messages, self.config.prompt_ids, self.config.params) if name}
-        for template in (self.template, self.system, self.prefill):
+        for template in (self.template, self.system, self.prefill, *self.following):
             needed |= set(template.columns if template else ())
         return [name for name in self.schema.names if name in needed]
 
@@ -160,21 +184,56 @@ class PromptBuilder:
             params = None if self.config.params is None else self._params(row[self.config.params])
             if self.config.prompt_ids is not None:
                 return Draft(Prompt(self._ready_ids(row[self.config.prompt_ids]), params=params))
+            follow = partial(self._follow, row, params) if self.following else None
             body, whole = self._text(row)
-            return Draft(Prompt([], text=whole(body), params=params), body, whole)
+            return Draft(Prompt([], text=whole(body), params=params, follow=follow), body, whole)
         except RowError as error:
             return Draft(Prompt([], error.error_type, clean_text(str(error))))
 
-    def _text(self, row: dict[str, Any]) -> tuple[str, Callable[[str], str]]:
-        """The text that may be cut, and what makes the whole prompt of it."""
+    def _follow(self, row: dict[str, Any], params: dict[str, Any] | None, answers: Sequence[str]) -> Prompt | None:
+        """The row's next prompt."""
+        if len(answers) > len(self.following):
+            return None
+        follow = partial(self._follow, row, params)
+        try:
+            body, whole = self._text(row, answers)
+            draft = Draft(Prompt([], text=whole(body), params=params, follow=follow), body, whole)
+        except RowError as error:
+            draft = Draft(Prompt([], error.error_type, clean_text(str(error)), follow=follow))
+        return self._finished([draft])[0]
+
+    def _text(self, row: dict[str, Any], answers: Sequence[str] = ()) -> tuple[str, Callable[[str], str]]:
+        """The text of the prompt that comes after `answers` which may be cut, and what makes the whole of it."""
         prefill = _render(self.prefill, row) if self.prefill else ""
+        if self.config.prompts:
+            given = [message("user", self._named_body(row, answers))]
+        elif self.template:
+            given = [message("user", self._body(row))]
+        else:
+            given = self._column_messages(row)
         if self.chat_template is None:
-            return clean_text(self._body(row)), lambda body: clean_text(body + prefill)
-        given = [message("user", self._body(row))] if self.template else self._column_messages(row)
+            return clean_text(given[0]["content"]), lambda body: clean_text(body + prefill)
+        given += self._turns(row, prefill, answers)
         turn = longest_turn(given)
         messages = self._conversation(given, row)
         body = clean_text(turn["content"]) if turn else ""
         return body, lambda body: clean_text(self._rendered(messages, turn, body) + prefill)
+
+    def _turns(self, row: dict[str, Any], prefill: str, answers: Sequence[str]) -> list[Message]:
+        """What was said after the first prompt: each answer, and what the user says to it."""
+        said: list[Message] = []
+        for number in range(len(answers) if self.config.turns else 0):
+            known = row | {ANSWERS: list(answers[: number + 1])}
+            text = self._body(known, self.following[number])
+            said += [message("assistant", prefill + answers[number]), message("user", text)]
+        return said
+
+    def _named_body(self, row: dict[str, Any], answers: Sequence[str]) -> str:
+        """What is asked by the first of prompt.prompts that has no answer yet."""
+        if not answers:
+            return self._body(row)
+        known = dict(zip(self.config.prompts, answers, strict=False))
+        return self._body(row | {ANSWERS: known}, self.following[len(answers) - 1])
 
     def _rendered(self, messages: list[Message], turn: Message | None, body: str) -> str:
         """The conversation with another text in place of one turn's."""
@@ -195,12 +254,13 @@ class PromptBuilder:
             return [*system, *given[:leads], *self.examples, *given[leads:]]
         return system + given
 
-    def _body(self, row: dict[str, Any]) -> str:
-        assert self.template is not None, "a prompt without messages or ids has a template"
-        text = _render(self.template, row)
+    def _body(self, row: dict[str, Any], template: Template | None = None) -> str:
+        template = template or self.template
+        assert template is not None, "a prompt without messages or ids has a template"
+        text = _render(template, row)
         if not text.strip():
-            raise RowError("empty_prompt", f"{self.template.key} renders no text for this row")
-        names = self.template.columns
+            raise RowError("empty_prompt", f"{template.key} renders no text for this row")
+        names = [name for name in template.columns if name != ANSWERS]
         if names and self.config.on_empty != "send" and all(is_blank(row[name]) for name in names):
             raise RowError("empty_prompt", f"null or blank: {', '.join(names)}")
         return text

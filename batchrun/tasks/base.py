@@ -15,6 +15,7 @@ from batchrun.config import Config
 from batchrun.data.outputs import RowResult
 from batchrun.engine.params import Completion, Request
 from batchrun.row import Row
+from batchrun.turns import turn_columns
 
 
 class Task(ABC):
@@ -31,6 +32,9 @@ class Task(ABC):
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self.prompt_names = list(config.prompt.prompts)
+        # What a task with a completion adds beside it, in the same way.
+        self.more_columns = turn_columns(config.prompt)
 
     @abstractmethod
     def requests(self, row: Row) -> list[Request]:
