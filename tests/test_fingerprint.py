@@ -40,6 +40,7 @@ IDENTITY: dict[str, Changed] = {
     "model.revision": one("model.revision", "v2"),
     "model.tokenizer": one("model.tokenizer", "OTHER_TOKENIZER"),
     "model.dtype": one("model.dtype", "bfloat16"),
+    "model.quantization": one("model.quantization", "int8"),
     "model.max_model_len": one("model.max_model_len", 100),
     "model.trust_remote_code": one("model.trust_remote_code", True),
     "sampling.n": Changed({"sampling.n": 2, "sampling.temperature": 0.5}),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from batchrun.config.base import in_range, one_of, setting
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("none", "int8")
 
 
 @dataclass
@@ -17,6 +18,9 @@ class ModelConfig:
     revision: str | None = setting(None, "branch, tag or commit of a hub id", identity=True)
     tokenizer: str | None = setting(None, "folder or hub id of another tokenizer", identity=True)
     dtype: str = setting("auto", "auto, float32, bfloat16 or float16", identity=True)
+    quantization: str = setting(
+        "none", "none, or int8: weights and activations of the layers' products in 8 bits, on a CPU", identity=True
+    )
     device: str = setting("auto", "auto, cpu, cuda or cuda:N", identity=False)
     max_model_len: int | None = setting(
         None, "longest prompt + completion in tokens; default: the model's", identity=True
@@ -26,4 +30,5 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         one_of("model.dtype", self.dtype, DTYPES)
+        one_of("model.quantization", self.quantization, QUANTIZATIONS)
         in_range("model.max_model_len", self.max_model_len, 2)

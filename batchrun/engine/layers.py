@@ -133,7 +133,7 @@ def fuse_model(model: Any) -> int:
     """Put fused layers and a packed LM head into a PagedModel on the CPU; returns how many layers were replaced."""
     if model.device.type != "cpu":
         return 0
-    layers = _decoder_layers(model.module)
+    layers = decoder_layers(model.module)
     # A layer that runs twice has pages for each time; one that reads another's KV gets it from that one's original.
     if layers is None or len(model.layers) != len(layers) or any(kv.source is not None for kv in model.layers):
         return 0
@@ -160,7 +160,7 @@ def fuse_layer(layer: Any, seen: Seen, dtype: torch.dtype) -> FusedLayer | None:
     for mlp, offset, rotates in product(mlp_forms(layer.mlp), (0.0, 1.0), (True, False)):
         try:
             fused = FusedLayer(layer, mlp, seen.call, Switches(offset, rotates))
-            with hook.forward_context(_plain_attention):
+            with hook.forward_context(plain_attention):
                 output = fused(seen.hidden_states, **seen.keywords)
         except (AttributeError, RuntimeError, ValueError, TypeError, KeyError):
             return None
@@ -178,7 +178,7 @@ def _has_known_parts(layer: Any) -> bool:
     return busy_children(layer) <= known and busy_children(attention) <= set(linears)
 
 
-def _decoder_layers(module: Any) -> Any:
+def decoder_layers(module: Any) -> Any:
     """The list of decoder layers, the one with as many entries as the config says."""
     count = module.config.get_text_config(decoder=True).num_hidden_layers
     lists = [m for m in module.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count]
@@ -200,7 +200,7 @@ def _watch(model: Any, layers: Any) -> dict[int, Seen]:
 
     def attend(call: LayerCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, module: Any) -> torch.Tensor:
         calls.append(call)
-        return _plain_attention(call, q, k, v, module)
+        return plain_attention(call, q, k, v, module)
 
     handles = [layer.register_forward_hook(note(i), with_kwargs=True) for i, layer in enumerate(layers)]
     try:
@@ -216,7 +216,7 @@ def _watch(model: Any, layers: Any) -> dict[int, Seen]:
     return seen
 
 
-def _plain_attention(call: LayerCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Any) -> torch.Tensor:
+def plain_attention(call: LayerCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Any) -> torch.Tensor:
     """Causal attention of one row over its own keys, whatever the call's other settings: both sides get the same."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale, enable_gqa=True)

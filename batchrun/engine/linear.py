@@ -31,6 +31,10 @@ class PackedLinear(torch.nn.Module):
             weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_ROWS)
         self.weight = weight
 
+    def dense(self) -> torch.Tensor:
+        """The weight [out, in], laid out as usual."""
+        return self.weight.to_dense() if self.packed else self.weight
+
     def forward(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., in]; `add` [..., out] is added before the result is rounded."""
         if not self.packed:

@@ -35,6 +35,7 @@ from batchrun.engine.memory import num_kv_blocks
 from batchrun.engine.model import choose_device, choose_dtype, load_model
 from batchrun.engine.params import Completion, Delta, Request, SamplingParams
 from batchrun.engine.pool import EnginePool
+from batchrun.engine.quantized import check_int8, quantize_model
 from batchrun.engine.stream import StopWhen, Stream
 from batchrun.engine.worker import place_workers
 from batchrun.errors import BatchrunError, ConfigError
@@ -290,11 +291,16 @@ def load_single(checkpoint: Checkpoint, tokenizer: Any, config: EngineConfig, sh
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     device = choose_device(checkpoint.model.device)
+    quantized = checkpoint.model.quantization == "int8"
+    if quantized:
+        check_int8(device, config.fused_layers)
     model = load_model(checkpoint, device, choose_dtype(checkpoint.model.dtype, checkpoint, device))
     backend = attention_backend(config.attention, device)
     check_model(model, backend)
     if config.fused_layers:
         fuse_model(model)
+    if quantized:
+        quantize_model(model)
     max_model_len = checkpoint.max_model_len
     blocks = num_kv_blocks(config, model.bytes_per_token(), max_model_len, device, sharers)
     model.backend = backend(model.layers, blocks, config.block_size, model.dtype, device)
