@@ -8,14 +8,23 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from batchrun_kernels.cpu import product
+from batchrun_kernels.cpu.team import team
+
 PACK_ROWS = 256  # the batch size that the packed layout is chosen for
 HEAD_ROWS = 128  # rows of the LM head at once: more, and the logits leave the cache
+# Up to so many rows our own kernel is faster than the matrix unit behind oneDNN: it is memory that limits both.
+ROWS_WITH_MATRIX_UNIT = 32
+MAX_ROWS = 1 << 30
+PROBE_ROWS = 7
+PROBE_ERROR = 0.02  # relative; both round to bfloat16
 
 
 class PackedLinear(torch.nn.Module):
     """y [M, out] = x [M, in] W^T + b, for the rows of several `nn.Linear` stacked into one product.
 
-    `F.linear` lays the weight out anew for each call; oneDNN can be given it laid out once.
+    `F.linear` lays the weight out anew for each call; oneDNN can be given it laid out once, and where our own kernel
+    can read that layout it has less overhead (see batchrun_kernels/cpu/product.py).
     """
 
     def __init__(self, linears: Sequence[Any]) -> None:
@@ -30,6 +39,9 @@ class PackedLinear(torch.nn.Module):
         if self.packed:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_ROWS)
         self.weight = weight
+        self.own_rows = 0  # most rows that our own kernel takes
+        if self.packed and product.can_read(weight.dtype, self.out_features, self.in_features):
+            self.own_rows = self._choose_rows()
 
     def dense(self) -> torch.Tensor:
         """The weight [out, in], laid out as usual."""
@@ -37,6 +49,8 @@ class PackedLinear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., in]; `add` [..., out] is added before the result is rounded."""
+        if x.dim() == 2 and len(x) <= self.own_rows:
+            return self._own(x, add, product.NONE)
         if not self.packed:
             y = F.linear(x, self.weight, self.bias)
             return y if add is None else y + add
@@ -44,12 +58,50 @@ class PackedLinear(torch.nn.Module):
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return torch.ops.mkldnn._linear_pointwise.binary(x, add, self.weight, self.bias, "add")
 
+    def gated(self, x: torch.Tensor, kind: int) -> torch.Tensor | None:
+        """act(gates) * ups [M, out / 2] where the first half of the features are gates; None if it must be done apart."""
+        if len(x) > self.own_rows or self.out_features % (2 * product.PANEL):
+            return None
+        return self._own(x, None, kind)
+
+    def _own(self, x: torch.Tensor, add: torch.Tensor | None, kind: int) -> torch.Tensor:
+        features = self.out_features if kind == product.NONE else self.out_features // 2
+        out = x.new_empty(len(x), features)
+        crew = team(torch.get_num_threads())
+        product.product(
+            crew.control,
+            crew.threads,
+            product.PIECE,
+            x.data_ptr(),
+            x.stride(0) * x.element_size(),
+            len(x),
+            self.in_features,
+            torch.ops.mkldnn.data_ptr(self.weight),
+            0 if self.bias is None else self.bias.data_ptr(),
+            0 if add is None else add.data_ptr(),
+            out.data_ptr(),
+            features,
+            kind,
+        )
+        return out
+
+    def _choose_rows(self) -> int:
+        """0 unless our kernel gives oneDNN's numbers: the packed layout is oneDNN's affair and may change."""
+        x = torch.sin(torch.arange(PROBE_ROWS * self.in_features, dtype=torch.float32)).bfloat16()
+        x = x.view(PROBE_ROWS, self.in_features)
+        expected, ours = self(x).float(), self._own(x, None, product.NONE).float()
+        if not float((ours - expected).norm()) <= PROBE_ERROR * float(expected.norm()):
+            return 0
+        return ROWS_WITH_MATRIX_UNIT if product.has_matrix_unit() else MAX_ROWS
+
 
 class PackedHead(PackedLinear):
     """The LM head: the same product, a bounded number of rows at a time."""
 
     def forward(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
         rows = x.reshape(-1, self.in_features)
+        if len(rows) <= self.own_rows:
+            return super().forward(rows).view(*x.shape[:-1], self.out_features)
         out = x.new_empty(len(rows), self.out_features)
         for start in range(0, len(rows), HEAD_ROWS):
             out[start : start + HEAD_ROWS] = super().forward(rows[start : start + HEAD_ROWS])

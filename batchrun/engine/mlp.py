@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from batchrun.engine.linear import PackedLinear
 from batchrun_kernels.cpu.layer import gelu_tanh_and_mul, silu_and_mul
+from batchrun_kernels.cpu.product import GELU_TANH, SILU
 from batchrun_kernels.cpu.scalar import elements
 
-ACTIVATIONS: dict[str, Callable[[np.ndarray, np.ndarray], None]] = {
-    "SiLUActivation": silu_and_mul,
-    "SiLU": silu_and_mul,
-    "GELUTanh": gelu_tanh_and_mul,
+class Activation(NamedTuple):
+    """act(gate) * up, as a part of the product or as a pass of its own over [T, 2 I] -> [T, I]."""
+
+    kind: int
+    apart: Callable[[np.ndarray, np.ndarray], None]
+
+
+ACTIVATIONS = {
+    "SiLUActivation": Activation(SILU, silu_and_mul),
+    "SiLU": Activation(SILU, silu_and_mul),
+    "GELUTanh": Activation(GELU_TANH, gelu_tanh_and_mul),
 }
 
 
@@ -32,9 +40,11 @@ class GatedMLP(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, H]; `add` [T, H] is added before the result is rounded."""
-        gated = self.gate_up(x)
-        inner = x.new_empty(len(x), self.down.in_features)
-        self.activation(elements(gated), elements(inner))
+        inner = self.gate_up.gated(x, self.activation.kind)
+        if inner is None:
+            gated = self.gate_up(x)
+            inner = x.new_empty(len(x), self.down.in_features)
+            self.activation.apart(elements(gated), elements(inner))
         return self.down(inner, add)
 
 

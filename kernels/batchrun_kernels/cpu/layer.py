@@ -23,6 +23,19 @@ def sigmoid(x: Any) -> Any:
     return np.float32(1.0) / (np.float32(1.0) + exp2(-larger(x * LOG2E, LOWEST)))
 
 
+@njit(inline="always", fastmath=True, error_model="numpy")
+def gated_silu(gate: Any, up: Any) -> Any:
+    """silu(gate) * up in float32 (Shazeer 2020, SwiGLU)."""
+    return gate * sigmoid(gate) * up
+
+
+@njit(inline="always", fastmath=True, error_model="numpy")
+def gated_gelu_tanh(gate: Any, up: Any) -> Any:
+    """gelu(gate) * up in float32, with the tanh form of GELU (Hendrycks and Gimpel 2016)."""
+    inner = np.float32(1.5957691216057308) * (gate + np.float32(0.044715) * gate * gate * gate)
+    return gate * sigmoid(inner) * up
+
+
 @njit(nogil=True, cache=True, fastmath=True, error_model="numpy")
 def rms_norm(x: Array, weight: Array, eps: float, out: Array) -> None:
     """out [T, H] = x / sqrt(mean(x**2) + eps) * weight (Zhang and Sennrich 2019); weight float32 [H]."""
@@ -39,25 +52,22 @@ def rms_norm(x: Array, weight: Array, eps: float, out: Array) -> None:
 
 @njit(nogil=True, cache=True, fastmath=True, error_model="numpy")
 def silu_and_mul(x: Array, out: Array) -> None:
-    """out [T, I] = silu(x[:, :I]) * x[:, I:] for x [T, 2 I] (Shazeer 2020, SwiGLU)."""
+    """out [T, I] = silu(x[:, :I]) * x[:, I:] for x [T, 2 I]."""
     width = out.shape[1]
     for t in range(x.shape[0]):
         gate, up, target = x[t, :width], x[t, width:], out[t]
         for i in range(target.shape[0]):
-            value = widen(gate[i])
-            target[i] = narrow(value * sigmoid(value) * widen(up[i]), target[i])
+            target[i] = narrow(gated_silu(widen(gate[i]), widen(up[i])), target[i])
 
 
 @njit(nogil=True, cache=True, fastmath=True, error_model="numpy")
 def gelu_tanh_and_mul(x: Array, out: Array) -> None:
-    """out [T, I] = gelu(x[:, :I]) * x[:, I:] for x [T, 2 I], with the tanh form of GELU (Hendrycks and Gimpel 2016)."""
+    """out [T, I] = gelu(x[:, :I]) * x[:, I:] for x [T, 2 I]."""
     width = out.shape[1]
     for t in range(x.shape[0]):
         gate, up, target = x[t, :width], x[t, width:], out[t]
         for i in range(target.shape[0]):
-            value = widen(gate[i])
-            inner = np.float32(1.5957691216057308) * (value + np.float32(0.044715) * value * value * value)
-            target[i] = narrow(value * sigmoid(inner) * widen(up[i]), target[i])
+            target[i] = narrow(gated_gelu_tanh(widen(gate[i]), widen(up[i])), target[i])
 
 
 @njit(nogil=True, cache=True, fastmath=True, error_model="numpy")
