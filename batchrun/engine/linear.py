@@ -59,7 +59,7 @@ class PackedLinear(torch.nn.Module):
         return torch.ops.mkldnn._linear_pointwise.binary(x, add, self.weight, self.bias, "add")
 
     def gated(self, x: torch.Tensor, kind: int) -> torch.Tensor | None:
-        """act(gates) * ups [M, out / 2] where the first half of the features are gates; None if it must be done apart."""
+        """act(gates) * ups [M, out / 2], the first half of the features being gates; None if it must be done apart."""
         if len(x) > self.own_rows or self.out_features % (2 * product.PANEL):
             return None
         return self._own(x, None, kind)

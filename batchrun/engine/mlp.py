@@ -13,6 +13,7 @@ from batchrun_kernels.cpu.layer import gelu_tanh_and_mul, silu_and_mul
 from batchrun_kernels.cpu.product import GELU_TANH, SILU
 from batchrun_kernels.cpu.scalar import elements
 
+
 class Activation(NamedTuple):
     """act(gate) * up, as a part of the product or as a pass of its own over [T, 2 I] -> [T, I]."""
 

@@ -16,6 +16,7 @@ from batchrun.engine.batch import Batch
 from batchrun.engine.checkpoint import Checkpoint
 from batchrun.engine.support import UnsupportedModel, is_vision_language
 from batchrun.errors import ConfigError
+from batchrun_kernels.cpu.team import team
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ class PagedModel:
         backend = self.backend
         assert backend is not None
         backend.begin(batch)
+        if self.device.type == "cpu":
+            team(torch.get_num_threads()).wake()
         with hook.forward_context(lambda call, q, k, v, _: backend.attend(call, q, k, v)):
             return self.run(batch.token_ids, batch.positions, batch.logits_index)
 

@@ -3,7 +3,8 @@
 A step of a small model makes a hundred calls of tens of microseconds, so handing each to a thread pool costs more than
 the second core brings, and OpenMP's barriers stand still when something else takes a core for a moment. Here a call is
 cut into pieces that whoever is awake claims one by one: the caller alone can do all of them, and waits only for
-pieces that another has begun. Followers spin for about a millisecond after the last piece, then sleep until the next step.
+pieces that another has begun. Followers spin for about a millisecond after the last piece, then sleep until they are
+woken for the next step.
 """
 
 from __future__ import annotations

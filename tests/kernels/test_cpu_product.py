@@ -1,0 +1,101 @@
+"""Products of bfloat16 activations with packed weights, against torch in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from batchrun.engine.linear import PackedHead, PackedLinear
+from batchrun_kernels.cpu import product
+from batchrun_kernels.cpu.team import Team
+
+ROUNDING = 2**-8  # of bfloat16, relative to the largest result
+
+needs_bfloat16 = pytest.mark.skipif(not product.has_bfloat16_products(), reason="this processor has no AVX512-BF16")
+
+
+def random(*shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator).bfloat16()
+
+
+def packed(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
+    features, depth = weight.shape
+    linear = torch.nn.Linear(depth, features, bias=bias is not None, dtype=torch.bfloat16)
+    linear.weight.data = weight
+    if bias is not None:
+        linear.bias.data = bias
+    return PackedLinear([linear])
+
+
+def assert_close(result: torch.Tensor, expected: torch.Tensor) -> None:
+    assert (result.double() - expected).abs().max() <= ROUNDING * expected.abs().max()
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("rows", [1, 2, 5, 6, 7, 13, 24, 55, 130])
+@pytest.mark.parametrize(("features", "depth"), [(64, 32), (192, 96), (576, 1536)])
+def test_product(rows: int, features: int, depth: int) -> None:
+    x, w, add, bias = random(rows, depth), random(features, depth), random(rows, features), random(features)
+    linear = packed(w, bias)
+    assert linear.own_rows >= 32
+    expected = x.double() @ w.double().T + bias.double()
+    assert_close(linear._own(x, None, product.NONE), expected)
+    assert_close(linear._own(x, add, product.NONE), expected + add.double())
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("rows", [1, 8, 33])
+def test_gated_product(rows: int) -> None:
+    x, w, bias = random(rows, 64), random(256, 64), random(256)
+    linear = packed(w, bias)
+    gate, up = (x.double() @ w.double().T + bias.double()).chunk(2, dim=1)
+    silu, gelu = linear.gated(x, product.SILU), linear.gated(x, product.GELU_TANH)
+    assert silu is not None
+    assert gelu is not None
+    assert_close(silu, F.silu(gate) * up)
+    assert_close(gelu, F.gelu(gate, approximate="tanh") * up)
+
+
+@needs_bfloat16
+def test_rows_may_lie_apart() -> None:
+    wide, w = random(9, 200), random(64, 96)
+    assert_close(packed(w)._own(wide[:, 50:146], None, product.NONE), wide[:, 50:146].double() @ w.double().T)
+
+
+@needs_bfloat16
+def test_head_takes_any_rows() -> None:
+    w = random(640, 32)
+    linear = torch.nn.Linear(32, 640, bias=False, dtype=torch.bfloat16)
+    linear.weight.data = w
+    x = random(1, 300, 32)
+    assert_close(PackedHead([linear])(x), x.double() @ w.double().T)
+
+
+@pytest.mark.parametrize(("features", "depth"), [(63, 32), (64, 33), (100, 96)])
+def test_a_shape_that_is_padded_is_left_to_the_library(features: int, depth: int) -> None:
+    x, w = random(3, depth), random(features, depth)
+    linear = packed(w)
+    assert linear.own_rows == 0
+    assert_close(linear(x), x.double() @ w.double().T)
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("threads", [2, 3])
+def test_a_team_does_each_piece_once(threads: int) -> None:
+    """Hundreds of calls back to back, with followers that sleep, spin and come late."""
+    crew = Team(threads)
+    linear = packed(random(1024, 96))
+    x = random(5, 96)
+    expected = linear._own(x, None, product.NONE)
+    for call in range(300):
+        if call % 7 == 0:
+            crew.wake()
+        out = torch.full_like(expected, float("nan"))
+        product.product(
+            crew.control, threads, product.PIECE, x.data_ptr(), x.stride(0) * 2, 5, 96,
+            torch.ops.mkldnn.data_ptr(linear.weight), 0, 0, out.data_ptr(), 1024, product.NONE,
+        )  # fmt: skip
+        assert torch.equal(out, expected)
+    crew.close()
