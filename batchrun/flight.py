@@ -62,7 +62,10 @@ class Flight:
             return None
         if row.prompt.error_type is not None:
             return refused(row.prompt)
-        requests, twin = self.task.requests(row), None
+        try:
+            requests, twin = self.task.requests(row), None
+        except ValueError as error:  # parameters that are each in their range, and do not go together
+            return refused(dataclasses.replace(row.prompt, error_type="invalid_row", error=str(error)))
         if self.dedup and self.task.repeatable(row, requests):
             twin = tuple(_content(request) for request in requests)
             if (leader := self._leaders.get(twin)) is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,15 @@ import numpy as np
 import pyarrow as pa
 
 from batchrun import __version__, config
-from batchrun.config import Config
+from batchrun.config import Config, SamplingConfig
+from batchrun.config.sampling import resolve
 from batchrun.data.plan import Chunk, Plan
 from batchrun.data.prompts import PromptBuilder
 from batchrun.data.sources import Source, open_source
-from batchrun.engine.checkpoint import Checkpoint, load_tokenizer, open_checkpoint
+from batchrun.engine.checkpoint import Checkpoint, generation_defaults, load_tokenizer, open_checkpoint
 from batchrun.engine.model import choose_device, choose_dtype
+from batchrun.engine.params import sampling_params
+from batchrun.engine.token_rules import RuleBook
 from batchrun.errors import ConfigError
 from batchrun.tasks.base import Task
 from batchrun.tasks.registry import make_task
@@ -93,12 +96,30 @@ def open_job(config: Config, *, weights: bool) -> Job:
     source = open_source(config.input, offline=config.offline)
     checkpoint = open_checkpoint(config.model, weights=weights, offline=config.offline)
     tokenizer = load_tokenizer(checkpoint, offline=config.offline)
+    config = replace(config, sampling=checked_sampling(config.sampling, checkpoint, tokenizer))
     folders = [Path(config.prompt.template_file).parent] if config.prompt.template_file else []
     prompts = PromptBuilder(
         config.prompt, tokenizer, source.schema, checkpoint.max_model_len, folders, config.sampling.max_tokens
     )
     plan = Plan(source.files, config.output.chunk_rows, config.sampling.n)
     return Job(config, checkpoint, tokenizer, source, plan, prompts, make_task(config))
+
+
+def checked_sampling(sampling: SamplingConfig, checkpoint: Checkpoint, tokenizer: Any) -> SamplingConfig:
+    """The settings with those that are null as the model says, and their tokens known to be the model's.
+
+    Raises ConfigError.
+    """
+    try:
+        sampling = resolve(sampling, generation_defaults(checkpoint))
+    except ConfigError as error:
+        raise ConfigError(f"generation_config.json of {checkpoint.name}: {error}") from error
+    vocab_size = getattr(checkpoint.text_config, "vocab_size", None) or len(tokenizer)
+    try:
+        RuleBook(tokenizer, vocab_size, np.empty(0, dtype=np.int64)).of(sampling_params(sampling, seed=0))
+    except ValueError as error:
+        raise ConfigError(f"sampling.{error}") from error
+    return sampling
 
 
 def _joined(starts: np.ndarray, stops: np.ndarray) -> list[tuple[int, int]]:

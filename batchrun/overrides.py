@@ -34,7 +34,15 @@ PATH_KEYS = frozenset(
     }
 )
 TEXT_KEYS = frozenset(
-    {"prompt.template", "prompt.system", "prompt.prefill", "prompt.chat_template", "sampling.stop", "input.delimiter"}
+    {
+        "prompt.template",
+        "prompt.system",
+        "prompt.prefill",
+        "prompt.chat_template",
+        "sampling.stop",
+        "sampling.bad_words",
+        "input.delimiter",
+    }
 )
 PROMPT_SOURCES = ("prompt.template", "prompt.template_file", "prompt.messages", "prompt.prompt_ids")
 GROUP_KEYS = {"input": "input.path", "output": "output.path"}

@@ -34,11 +34,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "logprobs": (False,),
     "top_logprobs": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "logit_bias": ({},),
     "response_format": ({"type": "text"},),  # others are structured outputs
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -88,7 +83,7 @@ def _params(body: Mapping[str, Any]) -> dict[str, Any]:
         name = OTHER_NAMES.get(key, key)
         if key in ("messages", "model") or key in WITHOUT_EFFECT or value is None:
             continue
-        if name in TYPES or name == STRUCTURED:
+        if name == STRUCTURED or (name in TYPES and key not in NEUTRAL):
             params[name] = value
         elif key == "response_format" and value != {"type": "text"}:
             params[STRUCTURED] = _form(value)

@@ -25,7 +25,10 @@ _ARROW: dict[Any, pa.DataType] = {
     list[int]: pa.list_(pa.int64()),
     list[str]: pa.list_(pa.string()),
     Any: pa.list_(pa.string()),  # a string or a list of strings
+    dict[Any, float]: pa.map_(pa.string(), pa.float64()),
 }
+
+_NAMES: dict[Any, str] = {Any: "a string or a list of strings", dict[Any, float]: "an object of numbers"}
 
 
 def _types() -> dict[str, Any]:
@@ -116,10 +119,9 @@ def _form(value: Any) -> dict[str, Any]:
 def _typed(key: str, value: Any) -> Any:
     """The value as the parameter's Python type, whole floats as integers. Raises ValueError."""
     hint = TYPES[key]
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if hint is float and is_number:
+    if hint is float and _is_number(value):
         return float(value)
-    if hint is int and is_number and value == int(value):
+    if hint is int and _is_number(value) and value == int(value):
         return int(value)
     if (hint is bool and isinstance(value, bool)) or (hint in (str, Any) and isinstance(value, str)):
         return value
@@ -127,4 +129,13 @@ def _typed(key: str, value: Any) -> Any:
     is_list = hint in (Any, list[int], list[str]) and isinstance(value, list)
     if is_list and all(isinstance(item, inner) and not isinstance(item, bool) for item in value):
         return value
-    raise ValueError(f"{key}={value!r} is not {getattr(hint, '__name__', 'a string or a list of strings')}")
+    if typing.get_origin(hint) is dict and isinstance(value, Mapping):
+        # A struct has a field for each key of any row: what is null is not this row's.
+        numbers = {str(name): number for name, number in value.items() if number is not None}
+        if all(map(_is_number, numbers.values())):
+            return {name: float(number) for name, number in numbers.items()}
+    raise ValueError(f"{key}={value!r} is not {_NAMES.get(hint) or getattr(hint, '__name__', hint)}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

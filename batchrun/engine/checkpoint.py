@@ -173,6 +173,27 @@ def load_tokenizer(checkpoint: Checkpoint, *, offline: bool = False) -> Any:
         raise ConfigError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
 
 
+def generation_defaults(checkpoint: Checkpoint) -> dict[str, float | int]:
+    """How the model's generation_config.json samples, by names of SamplingParams; what it does not say is neutral.
+
+    As in `generate`, it is greedy unless `do_sample` is true. Raises ConfigError for a file that is not JSON.
+    """
+    path = checkpoint.folder / "generation_config.json"
+    try:
+        said = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    neutral: dict[str, float | int] = {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+    }
+    defaults = {name: value if said.get(name) is None else said[name] for name, value in neutral.items()}
+    return defaults if said.get("do_sample") else {**defaults, "temperature": 0.0}
+
+
 def eos_token_ids(checkpoint: Checkpoint, tokenizer: Any) -> set[int]:
     """Every id that ends a sequence: from generation_config, the model's config and the tokenizer.
 

@@ -30,6 +30,7 @@ class _Row:
     tokens: int = 0  # read from the sequence
     told: int = 0  # of these, in pieces
     shown: int = 0  # characters in pieces
+    held: str = ""  # text that is not in a piece yet
 
 
 class PieceWriter:
@@ -68,18 +69,17 @@ class PieceWriter:
     def _read(self, row: _Row, slots: Slots) -> None:
         slot, start = row.sequence.slot, row.sequence.num_prompt
         generated = slots.token_ids[slot, start : slots.num_tokens[slot]]
-        grown = False
-        for token in generated[row.tokens :].tolist():
-            grown |= bool(row.growing.add(token))
+        new = "".join(row.growing.add(token) for token in generated[row.tokens :].tolist())
         row.tokens = len(generated)
-        if not grown:
+        if not new:
             return
-        text, params = row.growing.text, row.sequence.request.params
+        text, params = row.held + new, row.sequence.request.params
         safe = len(text) - _held(text, params.stop)
-        if safe > row.shown:
+        row.held = text[safe:]
+        if safe:
             tokens = generated[row.told :].tolist()
-            self._ready.append(Piece(row.sequence.request.key, text[row.shown : safe], tokens, row.shown, row.told))
-            row.shown, row.told = safe, len(generated)
+            self._ready.append(Piece(row.sequence.request.key, text[:safe], tokens, row.shown, row.told))
+            row.shown, row.told = row.shown + safe, len(generated)
 
 
 def _held(text: str, stop: tuple[str, ...]) -> int:

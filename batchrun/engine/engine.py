@@ -8,17 +8,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from batchrun.engine.batch import Batch
 from batchrun.engine.constraints import Constraint, Constraints, Masks
 from batchrun.engine.deltas import Piece, PieceWriter
-from batchrun.engine.detokenizer import StopMatcher
+from batchrun.engine.detokenizer import StopMatcher, whole_characters
 from batchrun.engine.kv_cache import BlockPool, block_hashes
+from batchrun.engine.logits import edit_logits, without_choice
+from batchrun.engine.logprobs import LogprobRecord, StepLogprobs
 from batchrun.engine.model import PagedModel
 from batchrun.engine.params import Completion, Request, SamplingParams
 from batchrun.engine.sampler import sample
 from batchrun.engine.scheduler import Scheduler
 from batchrun.engine.sequence import Sequence
+from batchrun.engine.token_rules import RuleBook
 from batchrun.errors import ErrorType
 
 # How a row ended: (text if it differs from what its tokens decode to, what stopped it, finish reason).
@@ -61,6 +65,7 @@ class Engine:
         self.max_model_len = min(max_model_len, pool.num_blocks * pool.block_size)
         # A step must have room for one token of every running row, or prompts could starve.
         self.scheduler = Scheduler(pool, min(max_num_seqs, max_batched_tokens), max_batched_tokens)
+        self.rules = RuleBook(tokenizer, model.vocab_size, self.eos_ids)
         self.last_step: StepStats | None = None
         self._steps: list[StepStats] = []
         self._sequences: dict[Any, Sequence] = {}
@@ -95,8 +100,11 @@ class Engine:
             constraint=constraint,
             digests=block_hashes(ids, self.pool.block_size) if caching else [],
             arrived_at=time.perf_counter(),
-            stops=StopMatcher(self.tokenizer, params.stop, params.skip_special_tokens) if params.stop else None,
+            stops=StopMatcher(self.tokenizer, params) if params.stop else None,
+            rules=self.rules.of(params),
         )
+        if params.logprobs is not None:
+            sequence.logprobs = LogprobRecord(min(params.logprobs, self.model.vocab_size))
         self._sequences[request.key] = sequence
         if request.deltas:
             self._pieces.open(sequence)
@@ -172,7 +180,9 @@ class Engine:
         """The form of a row's text, and the tokens that it begins with whatever the model says. Raises ValueError."""
         if params.structured_outputs is None:
             return None, []
-        constraint = self.constraints.open(params.structured_outputs)
+        # The row's own rules may forbid a token that must come, and log-probabilities are of each token.
+        fast_forward = params.logprobs is None and self.rules.of(params) is None
+        constraint = self.constraints.open(params.structured_outputs, fast_forward)
         # A row with stops of its own may end at any token, and so gets them in steps.
         opening = [] if params.stop or params.stop_token_ids else constraint.opening(room - 1)
         self._num_forced += len(opening)
@@ -186,20 +196,38 @@ class Engine:
             return None
         return self.constraints.begin(constrained, [self._constraint(slot) for slot in rows[constrained]])
 
+    @torch.inference_mode()
     def _sample(self, batch: Batch, logits: Any, masks: Masks | None) -> np.ndarray:
+        """The next token of each row that samples (int64 [K]); -1 for a row that no token is left for."""
         slots, rows = self.scheduler.slots, batch.slots[batch.sampled]
         if not len(rows):
             return np.empty(0, dtype=np.int64)
+        # In float32 even for half-precision logits, whose argmax torch computes at a tenth of the speed.
+        logits = logits.float()
+        asking = np.flatnonzero(slots.num_logprobs[rows] >= 0)
+        logprobs = StepLogprobs(logits, asking, int(slots.num_logprobs[rows].max())) if len(asking) else None
+        edited = edit_logits(logits, slots, rows)
         if masks is not None:
             masks.apply(logits)
-        return sample(
+        tokens = sample(
             logits,
             slots.temperature[rows],
             slots.top_k[rows],
             slots.top_p[rows],
+            slots.min_p[rows],
             slots.seed[rows],
             slots.num_tokens[rows],
         )
+        tokens[without_choice(logits, edited, tokens)] = -1
+        if logprobs is not None:
+            self._note_logprobs(rows[asking], *logprobs.with_chosen(tokens))
+        return tokens
+
+    def _note_logprobs(self, rows: np.ndarray, ids: np.ndarray, values: np.ndarray) -> None:
+        for slot, row_ids, row_values in zip(rows, ids, values, strict=True):
+            record = self._sequence(slot).logprobs
+            assert record is not None
+            record.add(row_ids[: record.count + 1], row_values[: record.count + 1])
 
     def _collect(self, rows: np.ndarray, next_tokens: np.ndarray) -> list[Completion]:
         """Look for ends: vector operations for all rows, Python only for those that end or watch for stops."""
@@ -210,9 +238,14 @@ class Engine:
         at_eos = np.isin(next_tokens, self.eos_ids) & ~slots.ignore_eos[rows]
         at_length = slots.num_tokens[rows] >= slots.max_total[rows]
         repeats = slots.repetition.look(rows, slots.token_ids, slots.num_tokens, slots.num_prompt)
+        stuck = next_tokens < 0
         finished = []
-        for i in np.flatnonzero(at_eos | at_length | repeats | slots.watched[rows] | slots.constrained[rows]):
+        ending = at_eos | at_length | repeats | stuck
+        for i in np.flatnonzero(ending | slots.watched[rows] | slots.constrained[rows]):
             slot, token = int(rows[i]), int(next_tokens[i])
+            if stuck[i]:
+                finished.append(self._fail(slot))
+                continue
             ended: _End | None = (None, token, "stop") if at_eos[i] else self._find_stop(slot, token)
             if slots.constrained[slot]:
                 ended = self._follow(slot, token, ended)
@@ -246,7 +279,7 @@ class Engine:
         if token in sequence.request.params.stop_token_ids:
             return None, token, "stop"
         match = None if sequence.stops is None else sequence.stops.add(token)
-        return None if match is None else (match[0], match[1], "stop")
+        return None if match is None else (*match, "stop")
 
     def _finish(self, slot: int, text: str | None, stop_reason: str | int | None, finish_reason: str) -> Completion:
         return self._complete(self.scheduler.finish(slot), text, stop_reason, finish_reason)
@@ -259,8 +292,10 @@ class Engine:
         del self._sequences[request.key]
         token_ids = [int(token) for token in sequence.token_ids[sequence.num_prompt :]]
         if text is None:
-            shown = token_ids[:-1] if isinstance(stop_reason, int) else token_ids
+            hidden = isinstance(stop_reason, int) and not request.params.include_stop_str_in_output
+            shown = token_ids[:-1] if hidden else token_ids
             text = self.tokenizer.decode(shown, skip_special_tokens=request.params.skip_special_tokens)
+            text = whole_characters(text) if finish_reason == "length" else text
         return Completion(
             key=request.key,
             text=text,
@@ -275,7 +310,19 @@ class Engine:
             queue_s=sequence.admitted_at - sequence.arrived_at,
             first_token_s=sequence.first_token_at - sequence.arrived_at,
             total_s=now - sequence.arrived_at,
+            logprobs=None if sequence.logprobs is None else sequence.logprobs.take(),
         )
+
+    def _fail(self, slot: int) -> Completion:
+        """End a row that no token is left for."""
+        sequence = self.scheduler.finish(slot)
+        del self._sequences[sequence.request.key]
+        done = len(sequence.token_ids) - sequence.num_prompt - 1
+        why = (
+            f"no token is possible after {done}: what its allowed_token_ids, bad_words, min_tokens and other "
+            "constraints leave has nothing in common"
+        )
+        return _refusal(sequence.request, "constraint_error", why)
 
     def _refuse(self, request: Request, ids: np.ndarray) -> Completion | None:
         kind: ErrorType
@@ -289,9 +336,18 @@ class Engine:
             why = f"token {ids[outside][0]} is not one of the model's: its ids go from 0 to {self.model.vocab_size - 1}"
         elif request.key in self._sequences:
             raise ValueError(f"request key {request.key!r} is already in the engine")
+        elif (wrong := self._wrong_rules(request)) is not None:
+            kind, why = "invalid_row", wrong
         else:
             return None
         return _refusal(request, kind, why)
+
+    def _wrong_rules(self, request: Request) -> str | None:
+        try:
+            self.rules.of(request.params)
+        except ValueError as error:
+            return str(error)
+        return None
 
     def _note_step(self, batch: Batch, seconds: float) -> None:
         scheduler = self.scheduler

@@ -26,7 +26,7 @@ import torch
 from batchrun.config import EngineConfig, ModelConfig
 from batchrun.engine.acceptance import check_model
 from batchrun.engine.attention.registry import attention_backend
-from batchrun.engine.checkpoint import Checkpoint, eos_token_ids, load_tokenizer, open_checkpoint
+from batchrun.engine.checkpoint import Checkpoint, eos_token_ids, generation_defaults, load_tokenizer, open_checkpoint
 from batchrun.engine.driver import Driver
 from batchrun.engine.engine import Engine
 from batchrun.engine.kv_cache import BlockPool
@@ -190,6 +190,13 @@ class LLM:
         self._open()
         for stream in list(self._streams):
             stream.abort(key)
+
+    def get_default_sampling_params(self, **changes: Any) -> SamplingParams:
+        """Parameters as the model's generation_config.json says, with `changes` in their place.
+
+        Raises ConfigError if that is no JSON, ValueError for a value out of its range.
+        """
+        return SamplingParams(**{**generation_defaults(self.checkpoint), **changes})
 
     def close(self) -> None:
         """End the engine and its processes, and free the memory. Also on leaving a `with` block; twice is fine.

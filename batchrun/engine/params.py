@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from batchrun.config import MAX_PATTERN
+from batchrun.config.sampling import BIAS, RANGES, SamplingConfig
 from batchrun.engine.structure import StructuredOutputs
 from batchrun.errors import ErrorType
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request is sampled and when it ends. Names and meanings follow vLLM and OpenAI.
+    """How one request is sampled and when it ends. Names and meanings follow vLLM and OpenAI; docs/sampling.md has them
+    in one table.
 
+    Hashable: lists are kept as tuples, and `logit_bias` as pairs in order of their tokens.
     Raises ValueError naming the value and its limit.
     """
 
@@ -33,31 +36,58 @@ class SamplingParams:
     repetition_max_pattern: int = 0
     repetition_min_pattern: int = 1
     repetition_min_count: int = 8
+    min_tokens: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int | str, float], ...] = ()  # given as {token id or text: bias}
+    allowed_token_ids: tuple[int, ...] | None = None  # None: all
+    bad_words: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None  # None: none; 0: of the generated tokens alone
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
+        for name in ("stop", "bad_words"):
+            texts = getattr(self, name)
+            texts = (texts,) if isinstance(texts, str) else tuple(texts or ())
+            if any(not text for text in texts):
+                raise ValueError(f"{name}={texts!r} holds an empty string")
+            object.__setattr__(self, name, texts)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or a finite number above it")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
-        if self.top_k < 0:
-            raise ValueError(f"top_k={self.top_k} must be at least 0 (0 is all)")
+        object.__setattr__(self, "logit_bias", _pairs(self.logit_bias))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+            if not self.allowed_token_ids:
+                raise ValueError("allowed_token_ids=() allows no token: None allows all")
+        for name, limits in RANGES.items():
+            value = getattr(self, name, None)
+            if value is not None and (problem := limits.problem(value)):
+                raise ValueError(f"{name}={value} {problem}")
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed} must fit into 64 bits with a sign")
-        if any(not s for s in stop):
-            raise ValueError(f"stop={stop!r} holds an empty string")
-        if not 0 <= self.repetition_max_pattern <= MAX_PATTERN:
-            raise ValueError(
-                f"repetition_max_pattern={self.repetition_max_pattern} must be between 0 (off) and {MAX_PATTERN}"
-            )
-        if self.repetition_min_pattern < 1:
-            raise ValueError(f"repetition_min_pattern={self.repetition_min_pattern} must be at least 1")
-        if self.repetition_min_count < 2:
-            raise ValueError(f"repetition_min_count={self.repetition_min_count} must be at least 2")
+
+
+def sampling_params(config: SamplingConfig, seed: int, form: StructuredOutputs | None = None) -> SamplingParams:
+    """The settings of a job as parameters of one request. Raises ValueError for settings that do not go together."""
+    return SamplingParams(**{name: getattr(config, name) for name in _SETTINGS}, seed=seed, structured_outputs=form)
+
+
+_SETTINGS = ({f.name for f in fields(SamplingParams)} & {f.name for f in fields(SamplingConfig)}) - {"seed"}
+
+
+def _pairs(bias: Any) -> tuple[tuple[int | str, float], ...]:
+    """Pairs of {token: bias}, by token; text of digits is a token id."""
+    if not bias:
+        return ()
+    pairs = dict(bias)
+    for token, value in pairs.items():
+        if problem := BIAS.problem(value):
+            raise ValueError(f"logit_bias: {token}={value} {problem}")
+    named = {int(token) if str(token).isdecimal() else token: float(value) for token, value in pairs.items()}
+    return tuple(sorted(named.items(), key=lambda pair: (isinstance(pair[0], str), pair[0])))
 
 
 @dataclass(slots=True)
@@ -68,6 +98,17 @@ class Request:
     prompt_ids: Sequence[int] | np.ndarray
     params: SamplingParams = field(default_factory=SamplingParams)
     deltas: bool = False  # whether its text is wanted piece by piece
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities of T generated tokens: a row for each, its first column for the token itself, the other k for
+    the likeliest ones there, best first.
+
+    They are the log-softmax of the model's own logits, before penalties, biases, masks, temperature and filters.
+    """
+
+    token_ids: np.ndarray  # int32 [T, k + 1]
+    logprobs: np.ndarray  # float32 [T, k + 1], natural logarithms
 
 
 @dataclass(slots=True)
@@ -87,11 +128,17 @@ class Completion:
     queue_s: float = 0.0
     first_token_s: float = 0.0
     total_s: float = 0.0
+    logprobs: TokenLogprobs | None = None  # of all token_ids, if params.logprobs asks for them
 
     def cut(self, text: str, num_tokens: int, stop_reason: str) -> Completion:
         """The same, had it been stopped after so many tokens."""
         return replace(
-            self, text=text, token_ids=self.token_ids[:num_tokens], finish_reason="stop", stop_reason=stop_reason
+            self,
+            text=text,
+            token_ids=self.token_ids[:num_tokens],
+            finish_reason="stop",
+            stop_reason=stop_reason,
+            logprobs=self.logprobs and TokenLogprobs(*(values[:num_tokens] for values in self.logprobs)),
         )
 
 

@@ -8,7 +8,9 @@ import numpy as np
 
 from batchrun.engine.constraints import Constraint
 from batchrun.engine.detokenizer import StopMatcher
+from batchrun.engine.logprobs import LogprobRecord
 from batchrun.engine.params import Request
+from batchrun.engine.token_rules import TokenRules
 
 
 @dataclass(slots=True, eq=False)
@@ -24,6 +26,8 @@ class Sequence:
     arrived_at: float  # seconds, time.perf_counter
     stops: StopMatcher | None = None  # what the text so far holds of the request's stop strings
     constraint: Constraint | None = None  # the form of its text, and how far it has come
+    rules: TokenRules | None = None
+    logprobs: LogprobRecord | None = None  # None: not asked for
     slot: int = -1  # -1: waiting
     cached_tokens: int = -1  # prompt tokens found in the cache when first admitted; -1: not yet admitted
     admitted_at: float = 0.0

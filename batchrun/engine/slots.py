@@ -31,7 +31,14 @@ class Slots:
         self.temperature = np.zeros(capacity, dtype=np.float32)
         self.top_p = np.ones(capacity, dtype=np.float32)
         self.top_k = np.zeros(capacity, dtype=np.int64)
+        self.min_p = np.zeros(capacity, dtype=np.float32)
         self.seed = np.zeros(capacity, dtype=np.int64)
+        self.repetition_penalty = np.ones(capacity, dtype=np.float32)
+        self.presence_penalty = np.zeros(capacity, dtype=np.float32)
+        self.frequency_penalty = np.zeros(capacity, dtype=np.float32)
+        self.min_tokens = np.zeros(capacity, dtype=np.int64)
+        self.edited = np.zeros(capacity, dtype=bool)  # has penalties or token rules: see logits.py
+        self.num_logprobs = np.full(capacity, -1, dtype=np.int64)  # -1: none, 0: of the generated tokens alone
         self.ignore_eos = np.zeros(capacity, dtype=bool)
         self.watched = np.zeros(capacity, dtype=bool)  # has stop strings or stop token ids of its own
         self.constrained = np.zeros(capacity, dtype=bool)  # its text must have a form
@@ -59,7 +66,14 @@ class Slots:
         self.num_tokens[slot], self.num_computed[slot], self.num_blocks[slot] = count, num_computed, len(blocks)
         self.num_prompt[slot], self.max_total[slot] = sequence.num_prompt, sequence.max_total
         self.temperature[slot], self.top_p[slot], self.top_k[slot] = params.temperature, params.top_p, params.top_k
+        self.min_p[slot], self.min_tokens[slot] = params.min_p, params.min_tokens
         self.seed[slot] = sequence.seed
+        self.repetition_penalty[slot] = params.repetition_penalty
+        self.presence_penalty[slot] = params.presence_penalty
+        self.frequency_penalty[slot] = params.frequency_penalty
+        penalised = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+        self.edited[slot] = bool(penalised) or (sequence.rules is not None and sequence.rules.lasting)
+        self.num_logprobs[slot] = -1 if sequence.logprobs is None else sequence.logprobs.count
         self.watched[slot] = bool(params.stop or params.stop_token_ids)
         self.constrained[slot] = sequence.constraint is not None
         self.ignore_eos[slot] = params.ignore_eos and sequence.constraint is None

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from batchrun.config import Config, SamplingConfig
+from batchrun.config import Config
 from batchrun.data.outputs import RowResult
 from batchrun.data.row_params import row_sampling
 from batchrun.engine.engine import row_seed, sample_seed
-from batchrun.engine.params import Completion, Request, SamplingParams
-from batchrun.engine.structure import StructuredOutputs
+from batchrun.engine.params import Completion, Request, SamplingParams, sampling_params
 from batchrun.row import Row
 from batchrun.structured import job_form, row_form
 from batchrun.tasks.base import Task, prompt_digest, row_result
@@ -51,7 +50,7 @@ class RowSampling:
     def __init__(self, config: Config) -> None:
         self.config = config.sampling
         self.structure, self.form = config.structure, job_form(config)
-        self.greedy = _params(self.config, self.form, seed=0) if self.config.temperature == 0 else None
+        self.greedy = sampling_params(self.config, 0, self.form) if self.config.temperature == 0 else None
 
     def of(self, row: Row) -> SamplingParams:
         """A row without a seed of its own gets one that follows from the job's seed and the row's place or prompt. Its
@@ -61,34 +60,16 @@ class RowSampling:
             return self.greedy
         s, form = row_sampling(self.config, own), row_form(self.structure, own) or self.form
         if s.temperature == 0:
-            return _params(s, form, seed=0)
+            return sampling_params(s, 0, form)
         if "seed" in own:
             seed = s.seed
         elif s.seed_by == "content" and row.prompt is not None:
             seed = row_seed(s.seed, prompt_digest(row.prompt.ids).hex())
         else:
             seed = row_seed(s.seed, row.buffer.source_name, row.number)
-        return _params(s, form, sample_seed(seed, row.sample))
+        return sampling_params(s, sample_seed(seed, row.sample), form)
 
     def by_content(self, row: Row) -> bool:
         """Whether the row's seed follows from its prompt, so that equal prompts have equal completions."""
         own = (row.prompt.params if row.prompt else None) or {}
         return "seed" in own or own.get("seed_by", self.config.seed_by) == "content"
-
-
-def _params(s: SamplingConfig, form: StructuredOutputs | None, seed: int) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=s.max_tokens,
-        temperature=s.temperature,
-        top_p=s.top_p,
-        top_k=s.top_k,
-        seed=seed,
-        stop=tuple(s.stop),
-        stop_token_ids=tuple(s.stop_token_ids),
-        ignore_eos=s.ignore_eos,
-        skip_special_tokens=s.skip_special_tokens,
-        repetition_max_pattern=s.repetition_max_pattern,
-        repetition_min_pattern=s.repetition_min_pattern,
-        repetition_min_count=s.repetition_min_count,
-        structured_outputs=form,
-    )

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from batchrun.engine.detokenizer import REPLACEMENT, IncrementalText, StopMatcher
+from batchrun.engine.params import SamplingParams
 
 MERGED = ["th", "he", "Ġt", "Ġth", "Ġthe", "end", "ĠE", "ĠEN", "ĠEND"]
 MERGES = [
@@ -56,7 +57,7 @@ def feed(
     tokenizer: Any, ids: list[int], stop: tuple[str, ...], skip: bool = True
 ) -> tuple[int, tuple[str, str] | None]:
     """(tokens read, match) of a matcher that gets the tokens one by one."""
-    matcher = StopMatcher(tokenizer, stop, skip)
+    matcher = StopMatcher(tokenizer, SamplingParams(stop=stop, skip_special_tokens=skip))
     for count, token in enumerate(ids, start=1):
         if match := matcher.add(token):
             return count, match

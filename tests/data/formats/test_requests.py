@@ -32,6 +32,17 @@ def test_columns_of_a_request(tmp_path: Path) -> None:
     assert "why" not in first
 
 
+def test_penalties_and_biases_of_a_request(tmp_path: Path) -> None:
+    body = {"presence_penalty": 0.5, "frequency_penalty": -1, "logit_bias": {"50": -100, "7": 3}, "logprobs": False}
+    path = write_lines(tmp_path / "r.jsonl", [request("one", **body), request("two", logit_bias={})])
+    first, second = rows_of(opened(path, format="openai"))
+    given = {key: value for key, value in first["params"].items() if value is not None}
+    bias = given.pop("logit_bias")
+    assert dict(bias) == {"50": -100.0, "7": 3.0}
+    assert given == {"presence_penalty": 0.5, "frequency_penalty": -1.0}
+    assert not second["params"]["logit_bias"]
+
+
 @pytest.mark.parametrize(
     ("line", "why"),
     [
@@ -46,6 +57,8 @@ def test_columns_of_a_request(tmp_path: Path) -> None:
         (request(tools=[{"type": "function"}]), "line 2: body.tools="),
         (request(temperature=-1), "line 2: sampling.temperature=-1"),
         (request(max_tokens=1.5), "line 2: max_tokens=1.5 is not int"),
+        (request(logprobs=True), "line 2: body.logprobs=true is not supported"),
+        (request(logit_bias={"50": 200}), "line 2: sampling.logit_bias: 50=200.0 is out of range"),
         (request(unheard_of=1), "line 2: body.unheard_of=1 is not supported"),
     ],
 )

@@ -1,0 +1,131 @@
+"""What rows ask to have changed in their logits before a token is drawn: penalties, biases, masks.
+
+The order is: repetition, frequency and presence penalty, logit bias, allowed tokens, bad words, minimum of tokens. The
+sampler's filters come after all of them. Whatever a penalty needs to know is in the slots' token ids, so nothing is
+kept beside them, and a row that was preempted goes on as if it had not been.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from batchrun.engine.slots import Slots
+from batchrun.engine.token_rules import TokenRules
+
+NEVER = float("-inf")
+
+
+def edit_logits(logits: torch.Tensor, slots: Slots, rows: np.ndarray) -> np.ndarray:
+    """Change the logits (float32 [K, V]) of those of the slots `rows` (int64 [K]) that ask for it, in place.
+
+    Returns their places in `rows` (int64 [E]).
+    """
+    generated = slots.num_tokens[rows] - slots.num_prompt[rows]
+    early = generated < slots.min_tokens[rows]
+    asking = np.flatnonzero(slots.edited[rows] | early)
+    if not len(asking):
+        return asking
+    index = torch.from_numpy(asking).to(logits.device)
+    scores, rows = logits[index], rows[asking]
+    _penalise_repetition(scores, slots, rows)
+    _penalise_generated(scores, slots, rows)
+    _apply_rules(scores, _rules(slots, rows), slots, rows, early[asking])
+    logits[index] = scores
+    return asking
+
+
+def without_choice(logits: torch.Tensor, places: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Those of the places (int64 [E]) whose token of `tokens` (int64 [K]) is one that cannot be: they had no other."""
+    if not len(places):
+        return places
+    place, token = _on(logits, places, tokens[places])
+    return places[(logits[place, token] == NEVER).cpu().numpy()]
+
+
+def _penalise_repetition(scores: torch.Tensor, slots: Slots, rows: np.ndarray) -> None:
+    """Logits of tokens of the prompt and the completion: divided by the penalty if above 0, else multiplied.
+
+    The definition of Keskar et al. 2019 (CTRL, section 4.1) with the sign rule of transformers.
+    """
+    at = np.flatnonzero(slots.repetition_penalty[rows] != 1)
+    if not len(at):
+        return
+    ends = slots.num_tokens[rows[at]]
+    columns = np.minimum(np.arange(ends.max()), ends[:, None] - 1)
+    ids = slots.token_ids[rows[at][:, None], columns]
+    place, token = _on(scores, at[:, None], ids.astype(np.int64))
+    penalty = torch.from_numpy(slots.repetition_penalty[rows[at]][:, None]).to(scores)
+    seen = scores[place, token]
+    scores[place, token] = torch.where(seen > 0, seen / penalty, seen * penalty)
+
+
+def _penalise_generated(scores: torch.Tensor, slots: Slots, rows: np.ndarray) -> None:
+    """Logits of generated tokens: less the presence penalty, and less the frequency penalty for each time.
+
+    The definition of OpenAI's API reference.
+    """
+    presence, frequency = slots.presence_penalty[rows], slots.frequency_penalty[rows]
+    first, end = slots.num_prompt[rows], slots.num_tokens[rows]
+    at = np.flatnonzero(((presence != 0) | (frequency != 0)) & (end > first))
+    if not len(at):
+        return
+    columns = first[at, None] + np.arange((end - first)[at].max())
+    inside = columns < end[at, None]
+    ids = slots.token_ids[rows[at][:, None], np.where(inside, columns, 0)]
+    vocabulary = scores.shape[-1]
+    seen, times = np.unique((at[:, None] * vocabulary + ids)[inside], return_counts=True)
+    place, token = _on(scores, seen // vocabulary, seen % vocabulary)
+    less = presence[seen // vocabulary] + frequency[seen // vocabulary] * times
+    scores[place, token] -= torch.from_numpy(less).to(scores)
+
+
+def _apply_rules(
+    scores: torch.Tensor, rules: list[tuple[int, TokenRules]], slots: Slots, rows: np.ndarray, early: np.ndarray
+) -> None:
+    if biased := [(at, rule) for at, rule in rules if len(rule.biased)]:
+        place, token = _on(scores, *_flat([(at, rule.biased) for at, rule in biased]))
+        scores[place, token] += torch.from_numpy(np.concatenate([rule.biases for _, rule in biased])).to(scores)
+    if allowed := [(at, rule.allowed) for at, rule in rules if rule.allowed is not None]:
+        place, token = _on(scores, *_flat(allowed))
+        kept = scores[place, token]
+        scores[[at for at, _ in allowed]] = NEVER
+        scores[place, token] = kept
+    banned = [(at, rule.banned) for at, rule in rules]
+    banned += [(at, _completing(rule, slots, int(rows[at]))) for at, rule in rules if rule.bad_words]
+    banned += [(at, rule.ends) for at, rule in rules if early[at]]
+    if banned:
+        place, token = _on(scores, *_flat(banned))
+        scores[place, token] = NEVER
+
+
+def _rules(slots: Slots, rows: np.ndarray) -> list[tuple[int, TokenRules]]:
+    """(place in `rows`, rules) of those that have any."""
+
+    def found() -> Iterator[tuple[int, TokenRules]]:
+        for at, slot in enumerate(rows):
+            sequence = slots.sequences[slot]
+            if sequence is not None and sequence.rules is not None:
+                yield at, sequence.rules
+
+    return list(found())
+
+
+def _completing(rules: TokenRules, slots: Slots, slot: int) -> np.ndarray:
+    """int64: the tokens that would complete a bad word of which all others are generated."""
+    first, end = slots.num_prompt[slot], slots.num_tokens[slot]
+    longest = max(map(len, rules.bad_words)) - 1
+    tail = tuple(slots.token_ids[slot, max(first, end - longest) : end].tolist())
+    return np.array([ids[-1] for ids in rules.bad_words if tail[-len(ids) + 1 :] == ids[:-1]], dtype=np.int64)
+
+
+def _flat(lists: list[tuple[int, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs (place, token), each int64 [N], of lists of tokens by place."""
+    places = np.repeat([at for at, _ in lists], [len(tokens) for _, tokens in lists])
+    return places.astype(np.int64), np.concatenate([tokens for _, tokens in lists])
+
+
+def _on(scores: torch.Tensor, places: np.ndarray, tokens: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.from_numpy(places).to(scores.device), torch.from_numpy(tokens).to(scores.device)
