@@ -12,9 +12,11 @@ import torch
 
 from batchrun.engine.batch import Batch
 from batchrun.engine.constraints import Constraint, Constraints, Masks
+from batchrun.engine.continuations import Scoring
 from batchrun.engine.deltas import Piece, PieceWriter
 from batchrun.engine.detokenizer import StopMatcher, whole_characters
 from batchrun.engine.kv_cache import BlockPool, block_hashes
+from batchrun.engine.likelihoods import score_step
 from batchrun.engine.logits import edit_logits, without_choice
 from batchrun.engine.logprobs import LogprobRecord, StepLogprobs
 from batchrun.engine.model import PagedModel
@@ -84,13 +86,16 @@ class Engine:
             self._refused.append(refusal)
             return
         params, caching = request.params, self.pool.prefix_caching
-        max_total = min(len(given) + params.max_tokens, self.max_model_len)
+        scoring = Scoring(len(given), request.continuations) if request.continuations else None
+        follow = params.max_tokens if scoring is None else scoring.longest
+        max_total = min(len(given) + follow, self.max_model_len)
         try:
             constraint, opening = self._constrain(params, max_total - len(given))
         except ValueError as error:
             self._refused.append(_refusal(request, "constraint_error", str(error)))
             return
-        ids = np.concatenate([given, opening]).astype(np.int32)
+        ids = np.concatenate([given, opening if scoring is None else scoring.current.path]).astype(np.int32)
+        lasting = len(ids) if scoring is None else len(given)
         sequence = Sequence(
             request=request,
             seed=self._num_added if params.seed is None else params.seed,
@@ -98,7 +103,8 @@ class Engine:
             num_prompt=len(given),
             max_total=max_total,
             constraint=constraint,
-            digests=block_hashes(ids, self.pool.block_size) if caching else [],
+            scoring=scoring,
+            digests=block_hashes(ids[:lasting], self.pool.block_size) if caching else [],
             arrived_at=time.perf_counter(),
             stops=StopMatcher(self.tokenizer, params) if params.stop else None,
             rules=self.rules.of(params),
@@ -150,9 +156,10 @@ class Engine:
         if batch is None:
             return refused
         masks = self._begin_masks(batch)
-        next_tokens = self._sample(batch, self.model.forward(batch), masks)
+        hidden = self.model.hidden(batch)
+        next_tokens = self._sample(batch, self.model.logits(hidden, batch.logits_index), masks)
         self.scheduler.advance(batch, next_tokens)
-        finished = self._collect(batch.slots[batch.sampled], next_tokens)
+        finished = self._collect(batch.slots[batch.sampled], next_tokens) + self._score(batch, hidden)
         self._pieces.write(self.scheduler.slots, finished)
         self._note_step(batch, time.perf_counter() - started)
         return refused + finished
@@ -273,6 +280,25 @@ class Engine:
             return None, None, "length"
         return ended
 
+    def _score(self, batch: Batch, hidden: Any) -> list[Completion]:
+        """Note what the step tells of given tokens; rows that have computed a pass go on to the next, or end."""
+        slots = self.scheduler.slots
+        rows = np.flatnonzero(slots.scoring[batch.slots])
+        if not len(rows):
+            return []
+        scorings = [self._sequence(slot).scoring for slot in batch.slots[rows]]
+        score_step(self.model, hidden, batch, rows, [scoring for scoring in scorings if scoring is not None])
+        finished = []
+        for slot in batch.slots[rows[batch.seq_lens[rows] == slots.num_tokens[batch.slots[rows]]]]:
+            scoring = self._sequence(slot).scoring
+            assert scoring is not None
+            if scoring.advance():
+                keep = scoring.current.keep
+                slots.rewind(slot, scoring.start + keep, scoring.current.path[keep:])
+            else:
+                finished.append(self._finish_scored(slot, scoring))
+        return finished
+
     def _find_stop(self, slot: int, token: int) -> _End | None:
         """Whether the row's own stops end it with this token."""
         sequence = self._sequence(slot)
@@ -324,16 +350,39 @@ class Engine:
         )
         return _refusal(sequence.request, "constraint_error", why)
 
+    def _finish_scored(self, slot: int, scoring: Scoring) -> Completion:
+        sequence = self.scheduler.finish(slot)
+        del self._sequences[sequence.request.key]
+        now = time.perf_counter()
+        return Completion(
+            key=sequence.request.key,
+            text="",
+            token_ids=[],
+            finish_reason="stop",
+            prompt_tokens=sequence.num_prompt,
+            cached_tokens=sequence.cached_tokens,
+            queue_s=sequence.admitted_at - sequence.arrived_at,
+            first_token_s=now - sequence.arrived_at,
+            total_s=now - sequence.arrived_at,
+            likelihoods=scoring.likelihoods(),
+        )
+
     def _refuse(self, request: Request, ids: np.ndarray) -> Completion | None:
         kind: ErrorType
+        follow = max(map(len, request.continuations), default=1)
+        given = np.concatenate([ids, *request.continuations]).astype(np.int64)
         if len(ids) == 0:
             kind, why = "empty_prompt", "the prompt has no tokens"
-        elif len(ids) >= self.max_model_len:
+        elif not all(request.continuations):
+            kind, why = "invalid_row", "a continuation has no tokens"
+        elif len(ids) + follow > self.max_model_len:
+            what = f"{follow} to score" if request.continuations else "one generated token"
             kind = "prompt_too_long"
-            why = f"the prompt has {len(ids)} tokens; with one generated token at most {self.max_model_len} fit"
-        elif (outside := (ids < 0) | (ids >= self.model.vocab_size)).any():
+            why = f"the prompt has {len(ids)} tokens; with {what} at most {self.max_model_len} fit"
+        elif (outside := (given < 0) | (given >= self.model.vocab_size)).any():
             kind = "invalid_row"
-            why = f"token {ids[outside][0]} is not one of the model's: its ids go from 0 to {self.model.vocab_size - 1}"
+            first = given[outside][0]
+            why = f"token {first} is not one of the model's: its ids go from 0 to {self.model.vocab_size - 1}"
         elif request.key in self._sequences:
             raise ValueError(f"request key {request.key!r} is already in the engine")
         elif (wrong := self._wrong_rules(request)) is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from batchrun.engine import hook
 from batchrun.engine.attention.base import AttentionBackend, LayerCall, LayerGeometry
 from batchrun.engine.batch import Batch
 from batchrun.engine.checkpoint import Checkpoint
+from batchrun.engine.head import Head
 from batchrun.engine.support import UnsupportedModel, is_vision_language
 from batchrun.errors import ConfigError
 from batchrun_kernels.cpu.team import team
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class PagedModel:
-    """`forward(batch)` gives logits; `backend` must be set before the first call."""
+    """`hidden(batch)` computes a step, and `logits` what is asked of it; `backend` must be set before the first."""
 
     def __init__(self, module: Any) -> None:
         self.module: Any = module.eval().requires_grad_(False)
@@ -30,29 +30,36 @@ class PagedModel:
         self.dtype: torch.dtype = next(module.parameters()).dtype
         self.vocab_size: int = module.get_input_embeddings().weight.shape[0]
         self.backend: AttentionBackend | None = None
-        self._keeps_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
+        self._head = Head(module)
         self.layers = self._probe()
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
         """Compute a step: KV to the pages, and logits [K, vocabulary], in the model's type, of the rows that sample."""
+        return self.logits(self.hidden(batch), batch.logits_index)
+
+    @torch.inference_mode()
+    def hidden(self, batch: Batch) -> torch.Tensor:
+        """Compute a step: KV to the pages, and the hidden states [T, ...] of all its tokens, for `logits`."""
         backend = self.backend
         assert backend is not None
         backend.begin(batch)
         if self.device.type == "cpu":
             team(torch.get_num_threads()).wake()
         with hook.forward_context(lambda call, q, k, v, _: backend.attend(call, q, k, v)):
-            return self.run(batch.token_ids, batch.positions, batch.logits_index)
+            return self._head.hidden(self._tensor(batch.token_ids), self._tensor(batch.positions))
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor, index: Any) -> torch.Tensor:
+        """Logits [K, vocabulary], in the model's type, at places [K] of what `hidden` gave."""
+        return self._head.logits(hidden[self._tensor(index)])
 
     def run(self, token_ids: Any, positions: Any, logits_index: Any) -> torch.Tensor:
         """Logits [K, vocabulary] at places [K] of the flattened tokens [T], inside of a forward context."""
-        ids, places, index = (torch.as_tensor(x, device=self.device) for x in (token_ids, positions, logits_index))
-        # An index tensor, never an int: with an int some models drop tokens inside their layers.
-        keep = {"logits_to_keep": index} if self._keeps_logits else {}
-        logits = self.module(
-            input_ids=ids[None], position_ids=places[None], attention_mask=None, use_cache=False, **keep
-        ).logits[0]
-        return logits if keep else logits[index]
+        return self.logits(self._head.hidden(self._tensor(token_ids), self._tensor(positions)), logits_index)
+
+    def _tensor(self, array: Any) -> torch.Tensor:
+        return torch.as_tensor(array, device=self.device)
 
     @torch.inference_mode()
     def _probe(self) -> list[LayerGeometry]:

@@ -92,12 +92,20 @@ def _pairs(bias: Any) -> tuple[tuple[int | str, float], ...]:
 
 @dataclass(slots=True)
 class Request:
-    """One prompt to complete."""
+    """One prompt to complete; or, with `continuations`, to score: then nothing is generated, `params` do not count."""
 
     key: Hashable  # the caller's own name for it, handed back with the completion
     prompt_ids: Sequence[int] | np.ndarray
     params: SamplingParams = field(default_factory=SamplingParams)
     deltas: bool = False  # whether its text is wanted piece by piece
+    continuations: tuple[tuple[int, ...], ...] = ()  # token ids whose likelihood right after the prompt is asked for
+
+
+class Likelihood(NamedTuple):
+    """What a model says of n given tokens, each after all those before it."""
+
+    logprobs: np.ndarray  # float64 [n]: natural logarithms of the probability
+    greedy: np.ndarray  # bool [n]: whether no token is likelier at its place
 
 
 class TokenLogprobs(NamedTuple):
@@ -129,6 +137,7 @@ class Completion:
     first_token_s: float = 0.0
     total_s: float = 0.0
     logprobs: TokenLogprobs | None = None  # of all token_ids, if params.logprobs asks for them
+    likelihoods: list[Likelihood] | None = None  # of the request's continuations, in their order
 
     def cut(self, text: str, num_tokens: int, stop_reason: str) -> Completion:
         """The same, had it been stopped after so many tokens."""

@@ -278,4 +278,7 @@ class EnginePool:
 
 
 def _cost(request: Request) -> int:
+    """Tokens to compute, as far as they can be known; those of a prompt go through the model together."""
+    if request.continuations:
+        return (len(request.prompt_ids) + sum(map(len, request.continuations))) // 4
     return len(request.prompt_ids) // 4 + request.params.max_tokens

@@ -69,9 +69,10 @@ class Scheduler:
 
     def finish(self, slot: int) -> Sequence:
         """Take a sequence out and free its blocks, which stay findable as prefixes."""
-        generated = int(self.slots.num_tokens[slot] - self.slots.num_prompt[slot])
-        allowed = int(self.slots.max_total[slot] - self.slots.num_prompt[slot])
-        self.estimate.observe(generated, allowed)
+        if not self.slots.scoring[slot]:
+            generated = int(self.slots.num_tokens[slot] - self.slots.num_prompt[slot])
+            allowed = int(self.slots.max_total[slot] - self.slots.num_prompt[slot])
+            self.estimate.observe(generated, allowed)
         return self._remove(slot)
 
     def abort(self, sequence: Sequence) -> None:
@@ -95,7 +96,7 @@ class Scheduler:
     def _grow_blocks(self, rows: np.ndarray, query_lens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Give each row the blocks its query tokens need, preempting the youngest rows if there are too few."""
         slots, size = self.slots, self.pool.block_size
-        missing = -(-(slots.num_computed[rows] + query_lens) // size) - slots.num_blocks[rows]
+        missing = np.maximum(-(-(slots.num_computed[rows] + query_lens) // size) - slots.num_blocks[rows], 0)
         while missing.sum() > self.pool.num_free:
             victim = int(slots.order[-1])
             self._preempt(victim)
@@ -150,11 +151,10 @@ class Scheduler:
 
     def _cached_blocks(self, sequence: Sequence) -> list[int]:
         """Blocks that already hold the head of the sequence, short of its last token, which must be computed."""
-        usable = (len(sequence.token_ids) - 1) // self.pool.block_size
-        return self.pool.match(sequence.digests[:usable])
+        return self.pool.match(sequence.digests[: sequence.reusable // self.pool.block_size])
 
     def _is_being_computed(self, sequence: Sequence, num_cached: int) -> bool:
-        usable = (len(sequence.token_ids) - 1) // self.pool.block_size
+        usable = sequence.reusable // self.pool.block_size
         return num_cached < min(usable, len(sequence.digests)) and sequence.digests[num_cached] in self._computing
 
     def _expected_blocks(self) -> int:
@@ -174,12 +174,13 @@ class Scheduler:
         sequence = self.slots.sequences[slot]
         assert sequence is not None
         size, digests = self.pool.block_size, sequence.digests
+        last = min(last, sequence.lasting // size)
         if len(digests) < last:
             tail = self.slots.token_ids[slot, len(digests) * size : last * size]
             digests += block_hashes(tail, size, digests[-1] if digests else ROOT)
         for index in range(first, last):
             self.pool.register(int(self.slots.block_tables[slot, index]), digests[index])
-        self._settle(sequence, last - first)
+        self._settle(sequence, max(0, last - first))
 
     def _settle(self, sequence: Sequence, count: int) -> None:
         """The next `count` pending prefixes of the sequence are computed, or never will be."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from batchrun.engine.constraints import Constraint
+from batchrun.engine.continuations import Scoring
 from batchrun.engine.detokenizer import StopMatcher
 from batchrun.engine.logprobs import LogprobRecord
 from batchrun.engine.params import Request
@@ -28,8 +29,19 @@ class Sequence:
     constraint: Constraint | None = None  # the form of its text, and how far it has come
     rules: TokenRules | None = None
     logprobs: LogprobRecord | None = None  # None: not asked for
+    scoring: Scoring | None = None  # of a row that scores and generates nothing; num_prompt tokens stand before that
     slot: int = -1  # -1: waiting
     cached_tokens: int = -1  # prompt tokens found in the cache when first admitted; -1: not yet admitted
     admitted_at: float = 0.0
     first_token_at: float = 0.0
     pending: list[bytes] = field(default_factory=list)  # digests this sequence is about to compute
+
+    @property
+    def lasting(self) -> int:
+        """Tokens whose KV is never written over."""
+        return self.max_total if self.scoring is None else self.num_prompt
+
+    @property
+    def reusable(self) -> int:
+        """Tokens whose KV may come from the cache: not where logits are needed, which only a computed token has."""
+        return min(len(self.token_ids), self.lasting) - 1

@@ -43,6 +43,7 @@ class Slots:
         self.watched = np.zeros(capacity, dtype=bool)  # has stop strings or stop token ids of its own
         self.constrained = np.zeros(capacity, dtype=bool)  # its text must have a form
         self.untouched = np.zeros(capacity, dtype=bool)  # no token of it has been sampled yet
+        self.scoring = np.zeros(capacity, dtype=bool)
         self.repetition = RepetitionWatch(capacity)
 
     @property
@@ -78,6 +79,7 @@ class Slots:
         self.constrained[slot] = sequence.constraint is not None
         self.ignore_eos[slot] = params.ignore_eos and sequence.constraint is None
         self.untouched[slot] = not sequence.first_token_at
+        self.scoring[slot] = sequence.scoring is not None
         self.repetition.put(slot, params, sequence.token_ids[sequence.num_prompt :])
         return slot
 
@@ -109,6 +111,11 @@ class Slots:
         held = self.num_blocks[slot]
         self.block_tables[slot, held : held + len(blocks)] = blocks
         self.num_blocks[slot] += len(blocks)
+
+    def rewind(self, slot: int, length: int, tokens: np.ndarray) -> None:
+        """Put `tokens` (int32 [n]) in place of all that follows the first `length` tokens, whose KV stays."""
+        self.token_ids[slot, length : length + len(tokens)] = tokens
+        self.num_tokens[slot], self.num_computed[slot] = length + len(tokens), length
 
     def _widen(self, tokens: int) -> None:
         """Grow the token and block columns to hold `tokens` positions. They start narrow because
