@@ -66,8 +66,10 @@ class Flight:
             requests, twin = self.task.requests(row), None
         except ValueError as error:  # parameters that are each in their range, and do not go together
             return refused(dataclasses.replace(row.prompt, error_type="invalid_row", error=str(error)))
+        if not requests:
+            return self.task.result(row, [])
         if self.dedup and self.task.repeatable(row, requests):
-            twin = tuple(_content(request) for request in requests)
+            twin = (*row.prompt.texts, *(_content(request) for request in requests))
             if (leader := self._leaders.get(twin)) is not None:
                 leader.rows.append(row)
                 self._waiting += 1
@@ -116,7 +118,7 @@ class Flight:
 
 
 def _content(request: Request) -> Hashable:
-    return prompt_digest(request.prompt_ids), request.params
+    return prompt_digest(request.prompt_ids), request.params, *map(prompt_digest, request.continuations)
 
 
 class Results:

@@ -98,11 +98,18 @@ def open_job(config: Config, *, weights: bool) -> Job:
     tokenizer = load_tokenizer(checkpoint, offline=config.offline)
     config = replace(config, sampling=checked_sampling(config.sampling, checkpoint, tokenizer))
     folders = [Path(config.prompt.template_file).parent] if config.prompt.template_file else []
+    task = make_task(config)
     prompts = PromptBuilder(
-        config.prompt, tokenizer, source.schema, checkpoint.max_model_len, folders, config.sampling.max_tokens
+        config.prompt,
+        tokenizer,
+        source.schema,
+        task.longest_prompt(checkpoint.max_model_len),
+        folders,
+        task.max_tokens,
+        task.continuations(source.schema),
     )
     plan = Plan(source.files, config.output.chunk_rows, config.sampling.n)
-    return Job(config, checkpoint, tokenizer, source, plan, prompts, make_task(config))
+    return Job(config, checkpoint, tokenizer, source, plan, prompts, task)
 
 
 def checked_sampling(sampling: SamplingConfig, checkpoint: Checkpoint, tokenizer: Any) -> SamplingConfig:

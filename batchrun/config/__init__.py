@@ -19,10 +19,10 @@ from batchrun.config.prompt import PromptConfig
 from batchrun.config.run import JobConfig, LaunchConfig, ReportConfig, RunConfig
 from batchrun.config.sampling import MAX_PATTERN, SamplingConfig
 from batchrun.config.structure import StructureConfig
+from batchrun.config.tasks import TASKS, ChooseConfig, ScoreConfig
 from batchrun.errors import ConfigError
 
 MODES = ("run", "plan", "preview", "bench", "status", "merge", "reparse")
-TASKS = ("generate",)
 RETRIES = ("error", "length")
 
 
@@ -31,7 +31,11 @@ class Config:
     """A whole job."""
 
     mode: str = setting("run", "run, plan, preview, bench, status, merge or reparse", identity=False)
-    task: str = setting("generate", "what is done with each row: generate (a completion)", identity=True)
+    task: str = setting(
+        "generate",
+        "what is done with each row: generate (a completion), choose (one of given labels) or score (how likely it is)",
+        identity=True,
+    )
     preview_rows: int = setting(3, "rows shown by mode=preview", identity=False)
     retry: Any = setting(
         None, "make rows of finished parts again: error, length or both; sampling may differ then", identity=False
@@ -43,6 +47,8 @@ class Config:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     structure: StructureConfig = field(default_factory=StructureConfig)
     prompt: PromptConfig = field(default_factory=PromptConfig)
+    choose: ChooseConfig = field(default_factory=ChooseConfig)
+    score: ScoreConfig = field(default_factory=ScoreConfig)
     input: InputConfig = field(default_factory=InputConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
@@ -87,6 +93,8 @@ class Config:
             )
         if self.input.format == "openai":
             self._take_requests()
+        if self.task != "generate":
+            self._check_task()
 
     def _take_requests(self) -> None:
         """A request of OpenAI's batch file brings its own messages and parameters, in columns of these names."""
@@ -99,6 +107,16 @@ class Config:
         for key, columns in (("input.columns", self.input.columns), ("output.columns", self.output.columns)):
             if columns is not None and "custom_id" not in columns:
                 raise ConfigError(f"{key}={columns} leaves out custom_id, by which answers to requests are told apart")
+
+    def _check_task(self) -> None:
+        """Refuse what only completions have a use for."""
+        unused = {
+            "input.format=openai": self.input.format == "openai",
+            f"prompt.params={self.prompt.params}": self.prompt.params is not None,
+            f"output.parse={self.output.parse}": self.output.parse != "none",
+        }
+        for key in (key for key, is_set in unused.items() if is_set):
+            raise ConfigError(f"{key} is for completions, and task={self.task} makes none: use task=generate")
 
 
 def leaves(schema: type = Config, prefix: str = "") -> dict[str, dataclasses.Field[Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from batchrun.errors import ErrorType
@@ -26,6 +26,10 @@ class Prompt:
     truncated_tokens: int = 0  # that were cut to make it fit
     # What the row asks next, given the answers to this prompt and those before it; None where there is nothing more.
     follow: Callable[[Sequence[str]], Prompt | None] | None = None
+    # For tasks that score what may follow: its texts, what stands between the prompt and each, and the tokens of both.
+    texts: list[str] = field(default_factory=list)
+    joint: str = ""
+    continuations: tuple[tuple[int, ...], ...] = ()
 
 
 class RowError(Exception):

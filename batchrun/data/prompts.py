@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from batchrun.config import PromptConfig
 from batchrun.data.chat import ChatTemplate, reason
+from batchrun.data.continuations import Continuations, Joiner
 from batchrun.data.formats.base import ROW_ERROR
 from batchrun.data.messages import (
     SYSTEM_ROLES,
@@ -40,7 +41,8 @@ class PromptBuilder:
     """Turns batches of rows into prompts. Everything that can be known without rows is checked on construction.
 
     `tokenizer` is a transformers tokenizer; `schema` holds the columns there are; `max_model_len` and `max_tokens`
-    bound the prompts as in Window; relative template files are looked up in `template_folders` first.
+    bound the prompts as in Window; relative template files are looked up in `template_folders` first; `continuations`
+    are what a task scores after each prompt.
     Raises InputError.
     """
 
@@ -52,6 +54,7 @@ class PromptBuilder:
         max_model_len: int,
         template_folders: Sequence[Path] = (),
         max_tokens: int = 1,
+        continuations: Continuations | None = None,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
@@ -64,9 +67,13 @@ class PromptBuilder:
         self.prefill = self._optional_template("prefill", config.prefill)
         self.following = self._following_templates()
         self.examples = [message(role, example[role]) for example in config.examples for role in ("user", "assistant")]
+        self.continuations = continuations
         self._check_columns()
         self.columns = self._needed_columns()
         self.window = Window(config, tokenizer, max_model_len, max_tokens)
+        self.joiner: Joiner | None = None
+        if continuations is not None:
+            self.joiner = Joiner(continuations, tokenizer, self.window.leading, max_model_len)
         self.vocab_size = vocab_size(tokenizer) if config.prompt_ids else 0
         self.chat_template: ChatTemplate | None = None
         if config.kind == "chat" and config.prompt_ids is None:
@@ -98,11 +105,17 @@ class PromptBuilder:
 
     def _finished(self, drafts: list[Draft]) -> list[Prompt]:
         """The prompts as token ids in the window."""
-        self.window.tokenize([draft.prompt for draft in drafts if draft.prompt.text is not None])
+        prompts = [draft.prompt for draft in drafts]
+        self.window.tokenize([prompt for prompt in prompts if prompt.text is not None])
+        if self.joiner is not None:
+            self.joiner.measure(prompts)
         for draft in drafts:
             self.window.fit(draft)
-            draft.prompt.skipped = draft.prompt.error_type in self.skipped
-        return [draft.prompt for draft in drafts]
+        if self.joiner is not None:
+            self.joiner.join(prompts)
+        for prompt in prompts:
+            prompt.skipped = prompt.error_type in self.skipped
+        return prompts
 
     def _prompt_template(self) -> Template | None:
         config = self.config
@@ -172,7 +185,7 @@ class PromptBuilder:
 
     def _needed_columns(self) -> list[str]:
         needed = {name for name in (self.config.messages, self.config.prompt_ids, self.config.params) if name}
-        for template in (self.template, self.system, self.prefill, *self.following):
+        for template in (self.template, self.system, self.prefill, *self.following, self.continuations):
             needed |= set(template.columns if template else ())
         return [name for name in self.schema.names if name in needed]
 
@@ -183,10 +196,12 @@ class PromptBuilder:
                     raise RowError("invalid_row", f"column {name}: {value}")
             params = None if self.config.params is None else self._params(row[self.config.params])
             if self.config.prompt_ids is not None:
-                return Draft(Prompt(self._ready_ids(row[self.config.prompt_ids]), params=params))
-            follow = partial(self._follow, row, params) if self.following else None
-            body, whole = self._text(row)
-            return Draft(Prompt([], text=whole(body), params=params, follow=follow), body, whole)
+                draft = Draft(Prompt(self._ready_ids(row[self.config.prompt_ids]), params=params))
+            else:
+                follow = partial(self._follow, row, params) if self.following else None
+                body, whole = self._text(row)
+                draft = Draft(Prompt([], text=whole(body), params=params, follow=follow), body, whole)
+            return draft if self.joiner is None else self.joiner.announce(draft, row)
         except RowError as error:
             return Draft(Prompt([], error.error_type, clean_text(str(error))))
 

@@ -16,7 +16,8 @@ from batchrun.errors import InputError
 
 class Window:
     """A prompt has fewer than `max_model_len` tokens, so that at least one can be generated; where prompts are cut, so
-    few that `max_tokens` can, unless the row has its own.
+    few that `max_tokens` can, unless the row has its own. With `max_tokens` 0 nothing is generated, and a prompt may
+    fill the window but for its continuations.
 
     Raises InputError for a reserve that leaves no room.
     """
@@ -78,6 +79,9 @@ class Window:
 
     def _rooms(self, prompt: Prompt) -> list[int]:
         """Tokens that the prompt may have, the number to try first in front."""
+        if self.max_tokens == 0:
+            follows = max(map(len, prompt.continuations), default=0)
+            return [self.max_model_len - max(follows, self.config.reserve_tokens or 0)]
         if self.config.reserve_tokens is not None:
             return [self.max_model_len - self.config.reserve_tokens]
         if not self.truncates:

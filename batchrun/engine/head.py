@@ -1,51 +1,65 @@
 """A model's forward in two halves: hidden states of all tokens, then logits where they are asked for.
 
-What stands between the two (the LM head, a scale, a soft cap) differs from family to family, and is left to the
-model's own forward: it is called a second time with its decoder standing still.
+What comes before the decoder and what stands between it and the logits (the LM head, a scale, a soft cap) differs from
+family to family and is left to the model's own forward. It is called once for each half: first with a head that gets
+no rows, then with a decoder that stands still.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 
 class Head:
-    """`hidden` runs the decoder; `logits` the rest of the model's forward on some of what it gave."""
+    """`hidden` runs the model up to its decoder's output; `logits` the rest on some rows of that. The model itself, if
+    called, does both as ever."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
         self._decoder = _find_decoder(module)
-        self._output: type[Any] = object
-        self._given: torch.Tensor | None = None
+        self._half: Literal["hidden", "logits"] | None = None  # that is being computed
+        self._output: Any = None  # what the decoder returned last
         if self._decoder is not None:
             self._compute = self._decoder.forward
             self._decoder.forward = self._decode
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Hidden states [T, ...] of the flattened tokens: ids [T], positions [T]."""
-        model = self._decoder or self._module
-        output = model(input_ids=ids[None], position_ids=positions[None], attention_mask=None, use_cache=False)
-        self._output = type(output)
-        hidden: torch.Tensor = output.logits[0] if self._decoder is None else output.last_hidden_state[0]
+        logits = self._forward("hidden", ids, positions)
+        if self._decoder is None:
+            return logits
+        hidden: torch.Tensor = self._output.last_hidden_state[0]
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [K, vocabulary] of hidden states [K, ...]."""
         if self._decoder is None:
             return hidden
-        self._given = hidden[None]
+        self._output = type(self._output)(last_hidden_state=hidden[None])
+        nothing = torch.zeros(1, dtype=torch.long, device=hidden.device)
+        return self._forward("logits", nothing, nothing)
+
+    def _forward(self, half: Literal["hidden", "logits"], ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        self._half = half
         try:
-            logits: torch.Tensor = self._module(input_ids=_a_token(hidden.device)).logits[0]
+            output = self._module(
+                input_ids=ids[None], position_ids=positions[None], attention_mask=None, use_cache=False
+            )
         finally:
-            self._given = None
+            self._half = None
+        logits: torch.Tensor = output.logits[0]
         return logits
 
     def _decode(self, *args: Any, **kwargs: Any) -> Any:
-        if self._given is None:
-            return self._compute(*args, **kwargs)
-        return self._output(last_hidden_state=self._given)
+        if self._half == "logits":
+            return self._output
+        output = self._compute(*args, **kwargs)
+        if self._half is None:
+            return output
+        self._output = output
+        return type(output)(last_hidden_state=output.last_hidden_state[:, :0])
 
 
 class _Reached(Exception):
@@ -67,7 +81,7 @@ def _is_called(module: Any, part: Any) -> bool:
 
     compute, part.forward = part.forward, reached
     try:
-        module(input_ids=_a_token(next(module.parameters()).device))
+        module(input_ids=torch.zeros(1, 1, dtype=torch.long, device=next(module.parameters()).device))
     except _Reached:
         return True
     except Exception:  # whatever runs in its place cannot run here
@@ -75,7 +89,3 @@ def _is_called(module: Any, part: Any) -> bool:
     finally:
         part.forward = compute
     return False
-
-
-def _a_token(device: torch.device) -> torch.Tensor:
-    return torch.zeros(1, 1, dtype=torch.long, device=device)

@@ -56,7 +56,7 @@ def print_summary(output: Output, done: np.ndarray, metrics: Metrics) -> None:
 def _first_rows(part: Path, schema: OutputSchema) -> list[str]:
     """The first rows of a part: what was asked, cut to fit, and what came."""
     width = shutil.get_terminal_size((100, 24)).columns
-    shown = [*_text_column(schema), schema.names["completion"]]
+    shown = [*_text_column(schema), next(iter(schema.names.values()))]
     with pq.ParquetFile(part) as file:
         batch = next(file.iter_batches(batch_size=SHOWN_ROWS, columns=shown))
     each = (width - 8) // len(shown)

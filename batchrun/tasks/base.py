@@ -6,12 +6,13 @@ import hashlib
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
 
 from batchrun.config import Config
+from batchrun.data.continuations import Continuations
 from batchrun.data.outputs import RowResult
 from batchrun.engine.params import Completion, Request
 from batchrun.row import Row
@@ -28,7 +29,10 @@ class Task(ABC):
 
     # What the task adds to each output row, as Arrow types by column name. None: a completion, and what it is parsed
     # to. A row's values for them are in RowResult.values, by the same names, as what JSON can hold.
-    columns: dict[str, pa.DataType] | None = None
+    columns: ClassVar[dict[str, pa.DataType] | None] = None
+
+    # Tokens that may be generated after a prompt, for which the window must have room.
+    max_tokens: int = 0
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -36,16 +40,22 @@ class Task(ABC):
         # What a task with a completion adds beside it, in the same way.
         self.more_columns = turn_columns(config.prompt)
 
+    def continuations(self, schema: pa.Schema) -> Continuations | None:
+        """What is scored after each row's prompt, by the columns of the input. Raises ConfigError, InputError."""
+        return None
+
+    def longest_prompt(self, max_model_len: int) -> int:
+        """Tokens that a prompt may have with what follows it."""
+        return max_model_len
+
     @abstractmethod
     def requests(self, row: Row) -> list[Request]:
-        """What is asked of the engine for a row whose prompt is good: one request or more, whose keys are not yet set.
-
-        The order of the list is that of the completions in `result`.
-        """
+        """What is asked of the engine for a row whose prompt is good, if anything: requests whose keys are not yet set,
+        in the order in which `result` gets their completions."""
 
     @abstractmethod
     def result(self, row: Row, completions: Sequence[Completion]) -> RowResult:
-        """What the answers come to. All are there, and any of them may have failed (see `failure`)."""
+        """What the answers come to. All are there, and any of them may have failed (see `row_result`)."""
 
     def identity(self) -> dict[str, Any]:
         """Settings that only point to texts, in files, with the texts in their place: for the fingerprint."""
@@ -70,8 +80,8 @@ def row_result(row: Row, completions: Sequence[Completion], **values: Any) -> Ro
         "prompt_tokens": sum(done.prompt_tokens for done in completions),
         "truncated_tokens": row.prompt.truncated_tokens if row.prompt else 0,
         "cached_tokens": sum(done.cached_tokens for done in completions),
-        "queue_s": max(done.queue_s for done in completions),
-        "total_s": max(done.total_s for done in completions),
+        "queue_s": max((done.queue_s for done in completions), default=0.0),
+        "total_s": max((done.total_s for done in completions), default=0.0),
     }
     return RowResult(**(common | values))
 

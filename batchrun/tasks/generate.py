@@ -18,6 +18,7 @@ from batchrun.tasks.base import Task, prompt_digest, row_result
 class Generate(Task):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
+        self.max_tokens = config.sampling.max_tokens
         self.sampling = RowSampling(config)
 
     def requests(self, row: Row) -> list[Request]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from batchrun.config import Config
 from batchrun.tasks.base import Task
+from batchrun.tasks.choose import Choose
 from batchrun.tasks.generate import Generate
+from batchrun.tasks.score import Score
 
-TASKS: dict[str, type[Task]] = {"generate": Generate}
+TASKS: dict[str, type[Task]] = {"generate": Generate, "choose": Choose, "score": Score}
 
 
 def make_task(config: Config) -> Task:

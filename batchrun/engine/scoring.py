@@ -1,0 +1,83 @@
+"""From the likelihoods of token sequences to scores of texts and a choice among labels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from batchrun.engine.params import Likelihood
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How likely a text is: the tokens that count, each after all tokens before it."""
+
+    log_likelihood: float  # natural logarithm
+    num_tokens: int
+    is_greedy: bool  # whether each token is the likeliest at its place, so that greedy sampling would say the same
+
+    @classmethod
+    def of(cls, parts: Sequence[Likelihood]) -> Self:
+        """The score of a text from those of its parts."""
+        return cls(
+            log_likelihood=float(sum(part.logprobs.sum() for part in parts)),
+            num_tokens=sum(len(part.logprobs) for part in parts),
+            is_greedy=all(bool(part.greedy.all()) for part in parts),
+        )
+
+    @property
+    def perplexity(self) -> float | None:
+        """exp of the mean negative log-likelihood of a token. None without tokens."""
+        if not self.num_tokens:
+            return None
+        mean = -self.log_likelihood / self.num_tokens
+        return math.exp(mean) if mean < 709 else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which of some labels is the likeliest, and how likely each is among them."""
+
+    label: str
+    labels: list[str]
+    probabilities: list[float]  # of the labels, in their order: they sum to 1
+    log_likelihoods: list[float]  # of the whole labels, whatever they are compared by
+    margin: float  # from the best probability to the next
+
+
+def choose(labels: Sequence[str], likelihoods: Sequence[Likelihood], normalize: str = "none") -> Choice:
+    """The choice among labels: the softmax of their log-likelihoods, whole or per token or byte of the label.
+
+    Of equal ones the first is chosen.
+    """
+    total = [float(one.logprobs.sum()) for one in likelihoods]
+    lengths = {
+        "none": [1] * len(labels),
+        "tokens": [len(one.logprobs) for one in likelihoods],
+        "bytes": [len(label.encode()) for label in labels],
+    }[normalize]
+    compared = np.array(total) / lengths
+    weights = np.exp(compared - compared.max())
+    probabilities = weights / weights.sum()
+    best = int(compared.argmax())
+    second, first = np.sort(probabilities)[-2:]
+    return Choice(labels[best], list(labels), probabilities.tolist(), total, float(first - second))
+
+
+def windows(num_tokens: int, start: int, size: int, stride: int) -> Iterator[tuple[int, int, int]]:
+    """Windows (first, scored from, stop) over a text of `num_tokens`, of at most `size` tokens and `stride` apart, that
+    score each token from `start` on once, with as much of the text before it as its window holds.
+
+    As in https://huggingface.co/docs/transformers/perplexity. The first window begins with the text.
+    """
+    scored, first = start, 0
+    while scored < num_tokens:
+        stop = min(first + size, num_tokens)
+        if stop > scored:
+            yield first, max(scored, first + 1), stop
+            scored = stop
+        first += stride
