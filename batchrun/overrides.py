@@ -125,6 +125,8 @@ def _translate(pair: Override, options: Mapping[str, Sequence[str]]) -> str:
     key, value = pair
     if key == "job" or key in GROUPS:
         return _choose(key, value, options.get(key, ()))
+    if typing.get_origin(LEAVES.get(key)) is dict and value.startswith("{"):
+        return f"++{key}={value}"
     if key in LEAVES:
         return f"{key}={_quote(key, value, LEAVES[key])}"
     for parent, hint in LEAVES.items():

@@ -24,17 +24,19 @@ class Range(NamedTuple):
     high: float = math.inf
     above: bool = False
 
+    @property
+    def text(self) -> str:
+        low = f"{'above' if self.above else 'at least'} {self.low:g}"
+        if self.high == math.inf:
+            return low
+        return f"{low} and at most {self.high:g}" if self.above else f"between {self.low:g} and {self.high:g}"
+
     def problem(self, value: float) -> str | None:
         """What is wrong with the value, or None."""
         beyond = value > self.low if self.above else value >= self.low
         if beyond and value <= self.high and value < math.inf:
             return None
-        low = f"{'above' if self.above else 'at least'} {self.low:g}"
-        if self.high < math.inf:
-            limit = f"{low} and at most {self.high:g}" if self.above else f"between {self.low:g} and {self.high:g}"
-        else:
-            limit = low if -math.inf < value < math.inf else f"{low} and finite"
-        return f"is out of range: it must be {limit}"
+        return f"is out of range: it must be {self.text}{'' if -math.inf < value < math.inf else ' and finite'}"
 
 
 # Limits of a job's setting, of a row's own value, and of the same field of SamplingParams.

@@ -10,7 +10,7 @@ from hypothesis import given
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from batchrun.engine.detokenizer import REPLACEMENT, IncrementalText, StopMatcher
+from batchrun.engine.detokenizer import REPLACEMENT, IncrementalText, StopMatcher, whole_characters
 from batchrun.engine.params import SamplingParams
 
 MERGED = ["th", "he", "Ġt", "Ġth", "Ġthe", "end", "ĠE", "ĠEN", "ĠEND"]
@@ -140,7 +140,39 @@ def test_special_tokens_are_text_only_when_they_are_shown(skip: bool, found: tup
     assert feed(BYTES, ids, ("<|end|>",), skip)[1] == found
 
 
-def test_each_token_decodes_a_short_window() -> None:
+@given(TEXTS, st.data())
+def test_the_text_ends_before_or_behind_the_stop_and_not_before_min_tokens(text: str, data: st.DataObject) -> None:
+    """A stop string counts from the token on that completes it, if that is behind the first `least`."""
+    ids = BYTES.encode(text)
+    at = data.draw(st.integers(0, max(0, len(text) - 1)))
+    stop = text[at : at + data.draw(st.integers(1, 3))] or "x"
+    least = data.draw(st.integers(0, len(ids) + 1))
+    include = data.draw(st.booleans())
+    params = SamplingParams(
+        stop=(stop,), min_tokens=least, max_tokens=max(1, least), include_stop_str_in_output=include
+    )
+    matcher, found = StopMatcher(BYTES, params), None
+    for token in ids:
+        if found := matcher.add(token):
+            break
+    ends = [end for end in range(len(stop), len(text) + 1) if text[end - len(stop) : end] == stop]
+    bytes_before = [len(text[:end].encode()) for end in ends]
+    told = [len(BYTES.decode(ids[:n]).encode()) for n in range(1, len(ids) + 1)]
+    late = [
+        end
+        for end, size in zip(ends, bytes_before, strict=True)
+        if next(n for n, have in enumerate(told, 1) if have >= size and not BYTES.decode(ids[:n]).endswith(REPLACEMENT))
+        > least
+    ]
+    if not late:
+        assert found is None
+    else:
+        assert found == (text[: late[0]] if include else text[: late[0] - len(stop)], stop)
+
+
+def longest_window(ids: list[int]) -> int:
+    """Tokens in the longest list that is decoded while these come in."""
+
     class Counting:
         longest = 0
 
@@ -150,6 +182,26 @@ def test_each_token_decodes_a_short_window() -> None:
 
     counting = Counting()
     incremental = IncrementalText(counting, skip_special_tokens=True)
-    for token in BYTES.encode("the end 😀 " * 50):
+    for token in ids:
         incremental.add(token)
-    assert counting.longest <= 8
+    return counting.longest
+
+
+def test_each_token_decodes_a_short_window() -> None:
+    assert longest_window(BYTES.encode("the end 😀 " * 50)) <= 8
+
+
+@pytest.mark.parametrize("kind", ["bytes that are no character", "special tokens that are not shown"])
+def test_the_window_is_short_whatever_comes(kind: str) -> None:
+    junk = BYTES.encode("😀")[:1] if kind.startswith("bytes") else [BYTES.eos_token_id]
+    ids = [*BYTES.encode("ab"), *junk * 300, *BYTES.encode("END")]
+    assert longest_window(ids) < 50
+    count, match = feed(BYTES, ids, ("END",))
+    assert count == len(ids)
+    assert match == (BYTES.decode(ids, skip_special_tokens=True)[: -len("END")], "END")
+
+
+def test_a_character_that_a_limit_cuts_is_left_out() -> None:
+    ids = BYTES.encode("a😀")
+    assert [whole_characters(BYTES.decode(ids[:n])) for n in range(1, 6)] == ["a", "a", "a", "a", "a😀"]
+    assert whole_characters("a" + REPLACEMENT * 9) == "a" + REPLACEMENT * 9, "it says so"

@@ -21,8 +21,10 @@ from batchrun.engine.logits import edit_logits, without_choice
 from batchrun.engine.params import Completion, Request, SamplingParams
 from batchrun.engine.sequence import Sequence
 from batchrun.engine.slots import Slots
+from batchrun.engine.structure import StructuredOutputs
 from batchrun.engine.token_rules import RuleBook
 from tests.engine.families import VOCABULARY, assert_idle, engine_of, load, make_optimistic, random_prompt
+from tests.engine.speller import make_speller
 
 EOS = 1
 PROMPT = [5, 9, 9, 30]
@@ -386,3 +388,22 @@ def test_logprobs_are_those_of_the_models_own_logits(llama: Path, reference: Any
         torch.testing.assert_close(torch.from_numpy(values), expected.gather(1, torch.from_numpy(ids).long()))
         torch.testing.assert_close(torch.from_numpy(values[:, 1:]), expected.topk(width).values)
     assert_idle(engine_of(llm))
+
+
+def test_tokens_that_a_form_forces_have_logprobs_and_obey_the_rules(tmp_path: Path) -> None:
+    llm = load(make_speller(tmp_path / "speller"))
+    form = StructuredOutputs(choice=("a cat", "a dog"))
+    forbidden = SamplingParams(max_tokens=20, structured_outputs=form, bad_words=("a",))
+    free, told, refused = llm.generate(
+        ["x"] * 3,
+        [
+            SamplingParams(max_tokens=20, structured_outputs=form),
+            SamplingParams(max_tokens=20, structured_outputs=form, logprobs=1),
+            forbidden,
+        ],
+    )
+    assert (told.text, told.token_ids) == (free.text, free.token_ids)
+    assert told.logprobs is not None
+    assert told.logprobs.token_ids[:, 0].tolist() == told.token_ids
+    assert (told.logprobs.logprobs <= 0).all()
+    assert refused.error_type == "constraint_error"
