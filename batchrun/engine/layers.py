@@ -20,6 +20,7 @@ import torch
 from batchrun.engine import hook
 from batchrun.engine.attention.base import LayerCall
 from batchrun.engine.checkpoint import position_limit
+from batchrun.engine.experts import pack_experts
 from batchrun.engine.linear import PackedHead, PackedLinear
 from batchrun.engine.mlp import GatedMLP, OriginalMLP, busy_children, mlp_forms, parts
 from batchrun_kernels.cpu.layer import rms_norm, rotate
@@ -117,6 +118,8 @@ NORM_NAMES = (
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )
+MLP_NAMES = ("mlp", "block_sparse_moe")
+ROUTERS = ("gate", "router")  # they choose experts: small, and rounding them differently chooses others
 
 
 @dataclass(slots=True)
@@ -130,25 +133,69 @@ class Seen:
 
 
 def fuse_model(model: Any) -> int:
-    """Put fused layers and a packed LM head into a PagedModel on the CPU; returns how many layers were replaced."""
+    """Put fused layers and a packed LM head into a PagedModel on the CPU; returns how many layers were replaced.
+
+    Experts, and the linear products of layers that stay, are packed where they are.
+    """
     if model.device.type != "cpu":
         return 0
+    experts = pack_experts(model.module)
     layers = decoder_layers(model.module)
-    # A layer that runs twice has pages for each time; one that reads another's KV gets it from that one's original.
-    if layers is None or len(model.layers) != len(layers) or any(kv.source is not None for kv in model.layers):
-        return 0
-    seen = _watch(model, layers)
     replaced = 0
-    for i, layer in enumerate(layers):
-        fused = fuse_layer(layer, seen[i], model.dtype) if i in seen else None
-        if fused is not None:
-            layers[i] = fused
-            replaced += 1
+    # A layer that runs twice has pages for each time; one that reads another's KV gets it from that one's original.
+    if layers is not None and len(model.layers) == len(layers) and all(kv.source is None for kv in model.layers):
+        seen = _watch(model, layers)
+        for i, layer in enumerate(layers):
+            fused = fuse_layer(layer, seen[i], model.dtype) if i in seen else None
+            if fused is not None:
+                layers[i] = fused
+                replaced += 1
     head = getattr(model.module, "lm_head", None)
     if type(head) is torch.nn.Linear:
         model.module.lm_head = PackedHead([head])
-    log.info("%d of %d layers are fused", replaced, len(layers))
+    packed = _pack_linears(model, layers or [])
+    count = len(layers or model.layers)
+    log.info(
+        "%d of %d layers are fused; %d sets of experts, %d other products packed", replaced, count, experts, packed
+    )
     return replaced
+
+
+@torch.inference_mode()
+def _pack_linears(model: Any, layers: Any) -> int:
+    """Pack the linear products that are left in its layers, unless that changes what the model says."""
+    places = [place for layer in layers for place in _linears(layer)]
+    if not places:
+        return 0
+    before = dry_logits(model)
+    for parent, name, child in places:
+        setattr(parent, name, PackedLinear([child]))
+    try:
+        fits = bool((dry_logits(model) - before).norm() <= TOLERANCE[model.dtype] * before.norm())
+    except (AttributeError, RuntimeError, ValueError, TypeError):
+        fits = False
+    if not fits:
+        for parent, name, child in places:
+            setattr(parent, name, child)
+    return len(places) if fits else 0
+
+
+def _linears(module: Any) -> Iterator[tuple[Any, str, Any]]:
+    """Linear products below a module, with their parents and names, but for those that choose or weigh experts."""
+    for name, child in module.named_children():
+        if type(child) is torch.nn.Linear and not hasattr(module, "experts"):
+            yield module, name, child
+        elif name not in ROUTERS:
+            yield from _linears(child)
+
+
+@torch.inference_mode()
+def dry_logits(model: Any) -> torch.Tensor:
+    """Logits float32 [11, vocabulary] of a few tokens, in a forward without pages."""
+    tokens = torch.arange(PROBE_TOKENS) * 7 % model.vocab_size
+    with hook.forward_context(_plain_attention):
+        logits: torch.Tensor = model.run(tokens, torch.arange(PROBE_TOKENS), torch.arange(PROBE_TOKENS))
+    return logits.float()
 
 
 @torch.inference_mode()
@@ -157,10 +204,10 @@ def fuse_layer(layer: Any, seen: Seen, dtype: torch.dtype) -> FusedLayer | None:
     if not _has_known_parts(layer) or not isinstance(seen.output, torch.Tensor):
         return None
     change = (seen.output - seen.hidden_states).float().norm()
-    for mlp, offset, rotates in product(mlp_forms(layer.mlp), (0.0, 1.0), (True, False)):
+    for mlp, offset, rotates in product(mlp_forms(_mlp_of(layer)), (0.0, 1.0), (True, False)):
         try:
             fused = FusedLayer(layer, mlp, seen.call, Switches(offset, rotates))
-            with hook.forward_context(plain_attention):
+            with hook.forward_context(_plain_attention):
                 output = fused(seen.hidden_states, **seen.keywords)
         except (AttributeError, RuntimeError, ValueError, TypeError, KeyError):
             return None
@@ -170,12 +217,16 @@ def fuse_layer(layer: Any, seen: Seen, dtype: torch.dtype) -> FusedLayer | None:
 
 
 def _has_known_parts(layer: Any) -> bool:
-    attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+    attention, mlp = getattr(layer, "self_attn", None), _mlp_of(layer)
     if attention is None or mlp is None or not hasattr(attention, "head_dim"):
         return False
-    known = {"self_attn", "mlp", *NORM_NAMES}
+    known = {"self_attn", *MLP_NAMES, *NORM_NAMES}
     linears = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "q_norm", "k_norm")
     return busy_children(layer) <= known and busy_children(attention) <= set(linears)
+
+
+def _mlp_of(layer: Any) -> Any:
+    return next((getattr(layer, name) for name in MLP_NAMES if hasattr(layer, name)), None)
 
 
 def decoder_layers(module: Any) -> Any:
@@ -200,7 +251,7 @@ def _watch(model: Any, layers: Any) -> dict[int, Seen]:
 
     def attend(call: LayerCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, module: Any) -> torch.Tensor:
         calls.append(call)
-        return plain_attention(call, q, k, v, module)
+        return _plain_attention(call, q, k, v, module)
 
     handles = [layer.register_forward_hook(note(i), with_kwargs=True) for i, layer in enumerate(layers)]
     try:
@@ -216,7 +267,7 @@ def _watch(model: Any, layers: Any) -> dict[int, Seen]:
     return seen
 
 
-def plain_attention(call: LayerCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Any) -> torch.Tensor:
+def _plain_attention(call: LayerCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Any) -> torch.Tensor:
     """Causal attention of one row over its own keys, whatever the call's other settings: both sides get the same."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale, enable_gqa=True)

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from batchrun.engine import hook
-from batchrun.engine.layers import decoder_layers, plain_attention
+from batchrun.engine.layers import decoder_layers, dry_logits
 from batchrun.engine.linear import PackedLinear
 from batchrun.errors import ConfigError
 from batchrun_kernels.cpu.quantized import (
@@ -126,7 +125,7 @@ def quantize_model(model: Any) -> int:
 
     Raises ConfigError if none of its layers has any.
     """
-    before = _logits(model)
+    before = dry_logits(model)
     replaced = 0
     for parent in list(model.module.modules()):
         for name, child in list(parent.named_children()):
@@ -140,20 +139,19 @@ def quantize_model(model: Any) -> int:
             f"model.quantization=int8: none of the layers of {model.module.config.model_type} has a shape whose "
             "products can be rounded: set model.quantization=none"
         )
-    change = float((_logits(model) - before).norm() / before.norm())
+    try:
+        change = float((dry_logits(model) - before).norm() / before.norm())
+    except AttributeError as error:
+        raise ConfigError(
+            f"model.quantization=int8: {model.module.config.model_type} reads weights by other ways than products "
+            f"({error}): set model.quantization=none"
+        ) from error
     log.info("int8 weights in %d products; logits change by %.1f%%", replaced, 100 * change)
     if whole:
         log.warning("model.quantization=int8: %d of %d layers stay in %s", whole, len(layers), model.dtype)
     if not change < LARGE_CHANGE:
         log.warning("int8 weights change this model's logits by %.0f%%: compare its answers first", 100 * change)
     return replaced
-
-
-def _logits(model: Any) -> torch.Tensor:
-    """Logits [16, vocabulary] of a few tokens, float32."""
-    tokens = torch.arange(16) * 31 % model.vocab_size
-    with hook.forward_context(plain_attention):
-        return model.run(tokens, torch.arange(16), torch.arange(16)).float()
 
 
 @lru_cache
