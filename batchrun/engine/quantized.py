@@ -95,6 +95,9 @@ class QuantizedLinear(torch.nn.Module):
             scale_rows(sums.numpy(), scales, self.bias, more, y)
         return out
 
+    def gated(self, x: torch.Tensor, kind: int) -> torch.Tensor | None:
+        """None: the activation after this product is a pass of its own."""
+
     def _multiply(self, x: np.ndarray, x_scales: np.ndarray, tiles: np.ndarray, add: np.ndarray, y: np.ndarray) -> None:
         scales, threads = self.scales.numpy(), torch.get_num_threads()
 
