@@ -60,7 +60,9 @@ def compose_config(arguments: Sequence[str], config_dir: Path | None = None) -> 
 
 def missing(config: Config) -> list[str]:
     """What the job still needs before it can start, each as a sentence; empty when nothing is missing."""
-    prompt = any(getattr(config.prompt, key.partition(".")[2]) is not None for key in PROMPT_SOURCES)
+    prompt = config.prompt.prompts or any(
+        getattr(config.prompt, key.partition(".")[2]) is not None for key in PROMPT_SOURCES
+    )
     bench = config.mode == "bench"
     if config.mode in ("status", "merge", "reparse"):
         folder = "output.path is not set: name the output folder of a job, e.g. output.path=out/labels"

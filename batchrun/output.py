@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from batchrun.config import Config
 from batchrun.data.batch_output import write_batch_output
@@ -67,14 +68,14 @@ class Output:
         """Raise BatchrunError if the journal could not be written."""
         self.flusher.check()
 
-    def commit(self, buffer: ChunkBuffer) -> int:
-        """Put the part of a complete chunk in place. Returns how many of its completions could not be parsed."""
+    def commit(self, buffer: ChunkBuffer) -> pa.Table:
+        """Put the part of a complete chunk in place, and return it."""
         chunk = buffer.chunk
         table = self.schema.table(buffer.batches, chunk, buffer.source_name, buffer.results)
         self.store.commit(chunk, table if self.retry is None else self.retry.mark(chunk, table))
         self.ledger.note(chunk)
         self.journal.close(chunk)
-        return self.schema.parse_errors(table)
+        return table
 
     def watchdog(self) -> Watchdog:
         """Ends the process when the engine makes no step, after saving what is finished."""

@@ -44,7 +44,7 @@ def run(config: Config, drain: Drain | None = None, load: Callable[..., Any] | N
     with open_output(open_job(config, weights=True)) as output:
         with Report(config, output) as report:
             for buffer in finished_chunks(output, report, drain, load or load_engine):
-                report.metrics.parse_errors += output.commit(buffer)
+                report.add_part(output.commit(buffer))
             if drain.requested and report.progress.left:
                 raise Drained(
                     f"stopped by {drain.requested}: {report.progress.left:,} of {report.progress.rows:,} rows left; "

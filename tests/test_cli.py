@@ -17,6 +17,7 @@ import yaml
 import batchrun
 from batchrun import cli
 from batchrun.assets import asset
+from batchrun.compose import choices
 from batchrun.errors import Drained, ErrorBudgetExceeded, FingerprintMismatch, OutputInUse
 
 COMMAND = Path(sys.executable).with_name("batchrun")
@@ -74,7 +75,7 @@ TRAPS = [
     Typed(["job=annotate", "prompt.template={{ review }}"], "prompt.template_file", None),
     Refused(
         ["job=anotate"],
-        "job=anotate is not one of annotate, article, bench, demo, generate, summarise; did you mean job=annotate?",
+        f"job=anotate is not one of {', '.join(choices().jobs)}; did you mean job=annotate?",
     ),
     Refused(["typo=1"], "there is no setting 'typo'"),
     Refused(["+typo=1"], "there is no setting 'typo'"),

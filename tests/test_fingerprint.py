@@ -137,9 +137,11 @@ APART = {
     "input.revision",
     "input.streaming",
     "input.storage_options",
-    "output.parse",  # the three have a fingerprint of their own
+    "output.parse",  # these have a fingerprint of their own
     "output.schema",
     "output.parsed",
+    "output.derived",
+    "output.duplicates",
 }
 CSV = {"input.path": "ROWS", "input.format": "csv"}
 

@@ -12,7 +12,7 @@ import pytest
 
 from batchrun import runner
 from batchrun.config import Config, SamplingConfig
-from batchrun.data.merge import merge_parts
+from batchrun.data.merge import Merged, merge_parts
 from batchrun.errors import ConfigError, FingerprintMismatch
 from batchrun.report.status import read_status
 from tests import fake
@@ -132,7 +132,7 @@ def test_a_retry_makes_the_samples_that_failed_and_may_not_change_their_number(
 def test_parts_with_samples_are_merged_in_their_order(tiny: Path, tmp_path: Path) -> None:
     source = write_input(tmp_path / "in", words(100), files=2)
     runner.run(job(tiny, source, tmp_path / "out", sampling__n=2, output__chunk_rows=30, **SAMPLED))
-    assert merge_parts(tmp_path / "out", tmp_path / "merged", 512, "zstd") == (4, 1)
+    assert merge_parts(tmp_path / "out", tmp_path / "merged", 512, "zstd") == Merged(4, 1, 0)
     merged = pq.read_table(next((tmp_path / "merged").iterdir()))
     assert merged.equals(pa.concat_tables(pq.read_table(part) for part in sorted((tmp_path / "out").glob("part-*"))))
 

@@ -77,6 +77,8 @@ class Config:
             )
         if (self.prompt.turns or self.prompt.prompts) and self.task != "generate":
             raise ConfigError(f"prompt.turns and prompt.prompts need completions: task={self.task} has none")
+        if (self.output.derived or self.output.duplicates) and self.task != "generate":
+            raise ConfigError(f"output.derived and output.duplicates need completions: task={self.task} has none")
         if self.prompt.prompts:
             last = list(self.prompt.prompts)[-1]
             if self.output.completion not in ("completion", last):

@@ -28,6 +28,14 @@ class OutputConfig:
         identity=False,
     )
     parsed: str = setting("parsed", "name of that column", identity=False)
+    derived: dict[str, str] = setting(
+        {},
+        "columns of text, by name: templates over the columns of an output row, for verdicts, votes and the like",
+        identity=False,
+    )
+    duplicates: bool = setting(
+        False, "a column that points from a completion to an equal one before it in the part", identity=False
+    )
     compression: str = setting("zstd", "zstd, snappy, gzip, lz4 or none", identity=False)
     journal_seconds: float = setting(
         5.0, "seconds between writes of finished rows whose part is not complete yet", identity=False
@@ -35,6 +43,9 @@ class OutputConfig:
 
     merge_path: str | None = setting(None, "mode=merge: new folder for the merged files", identity=False)
     merge_mib: int = setting(512, "mode=merge: size of a merged file in MiB, at least", identity=False)
+    merge_unique: bool = setting(
+        False, "mode=merge: leave out rows whose completion equals that of one before them", identity=False
+    )
     overwrite: bool = setting(False, "replace the output of a job with other settings or input", identity=False)
 
     def __post_init__(self) -> None:

@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from batchrun import __version__
 from batchrun.config import OutputConfig
+from batchrun.data.derived import DERIVED_ERROR
 from batchrun.data.formats.base import ROW_NUMBER
 from batchrun.data.parsing import PARSE_ERROR, PARSED, Parser
 from batchrun.data.plan import Chunk
@@ -100,14 +101,19 @@ class OutputSchema:
         more_types: dict[str, pa.DataType] | None = None,
     ) -> None:
         self.fingerprint = fingerprint
+        self.prefix = config.prefix
         self.kept = _kept_columns(config, input_schema)
         self.carried = [*self.kept, ROW_NUMBER] if numbered else self.kept
         self.parser = Parser(config)
         self.task_types = task_types
+        self.derived = self.parser.derived.types if task_types is None else {}
         if task_types is None:
             # Beside the completion comes what it is parsed to.
             self.own = more_types or {}
             self.types = {COMPLETION: RESULT_TYPES[COMPLETION]} | self.parser.types | self.own | RESULT_TYPES
+            if taken := sorted(self.derived.keys() & self.types.keys()):
+                raise InputError(f"output.derived.{taken[0]} is the name of another added column: choose another")
+            self.types |= self.derived
         else:
             self.own = task_types
             self.types = task_types | {key: type for key, type in RESULT_TYPES.items() if key not in OF_COMPLETIONS}
@@ -116,6 +122,7 @@ class OutputSchema:
         given = {COMPLETION: config.completion, PARSED: config.parsed}
         self.names = {key: config.prefix + given.get(key, key) for key in self.types}
         _check_names(config, list(self.names.values()), self.kept)
+        self.parser.derived.templates([*self.kept, *(self.names[key] for key in self.types if key not in self.derived)])
         fields = [storable(input_schema.field(name)) for name in self.kept]
         added = [pa.field(self.names[key], type) for key, type in self.types.items()]
         metadata = with_features(input_schema.metadata or {}, self.kept, added)
@@ -144,7 +151,12 @@ class OutputSchema:
             values |= self.parser.columns(values[COMPLETION], values["finish_reason"])
         for key in self.own:
             values[key] = [_clean((result.values or {}).get(key)) for result in results]
-        added = [pa.array(values[key], type) for key, type in self.types.items()]
+        fixed = [key for key in self.types if key not in self.derived]
+        added = [pa.array(values[key], self.types[key]) for key in fixed]
+        if self.derived:
+            names = [*self.kept, *(self.names[key] for key in fixed)]
+            part = pa.Table.from_arrays([*carried.columns, *added], names)
+            added += self.parser.derived.columns(part, self.names[COMPLETION], self.prefix).values()
         errors = Counter(result.error_type or "error" for result in results if result.status == "error")
         schema = self.schema.with_metadata(
             {
@@ -160,6 +172,11 @@ class OutputSchema:
         """Completions of a part that could not be parsed."""
         name = self.names.get(PARSE_ERROR)
         return 0 if name is None else len(part) - part[name].null_count
+
+    def tally(self, part: pa.Table) -> dict[str, Counter[str]]:
+        """How often each value comes in the derived columns of a part, by column; nulls are left out."""
+        names = [self.names[key] for key, type in self.derived.items() if type == pa.string() and key != DERIVED_ERROR]
+        return {name: Counter(value for value in part[name].to_pylist() if value is not None) for name in names}
 
     def results(self, part: pa.Table) -> list[RowResult]:
         """What `table` was given for a part, from the part, in row order."""

@@ -14,6 +14,7 @@ from jsonschema.exceptions import SchemaError, best_match
 from jsonschema.validators import validator_for
 
 from batchrun.config import OutputConfig
+from batchrun.data.derived import NOTHING_DERIVED, Derived
 from batchrun.data.json_schema import JSON_TEXT, Declared, declared, remote_refs
 from batchrun.data.schemas import storable
 from batchrun.data.templates import read_text
@@ -25,25 +26,28 @@ PARSE_ERROR = "parse_error"
 MOST_CHARS = 300  # of a reason
 
 Settings = dict[str, Any]
-NO_PARSING: Settings = {"output.parse": "none", "output.schema": None, "output.parsed": None}
+NO_PARSING: Settings = {"output.parse": "none", "output.schema": None, "output.parsed": None} | NOTHING_DERIVED
 
 
 class Parser:
     """What `output.parse` and `output.schema` make of a completion.
 
-    `types` are the columns that it adds, by key: none without parsing. `settings` are what they follow from, files
-    read. Raises InputError for a schema that is none, or that leads out of itself.
+    `types` are the columns that it adds, by key: none without parsing. `derived` makes those that follow from the
+    others. `settings` are what all of them follow from, files read.
+
+    Raises InputError for a schema that is none, or that leads out of itself.
     """
 
     def __init__(self, config: OutputConfig) -> None:
-        self.settings = dict(NO_PARSING)
+        self.derived = Derived(config)
+        self.settings = NO_PARSING | self.derived.settings
         self.types: dict[str, pa.DataType] = {}
         self._validator: Any = None
         self._declared: Declared = JSON_TEXT
         if config.parse == "none":
             return
         schema = read_schema(config.schema)
-        self.settings = {"output.parse": config.parse, "output.schema": schema, "output.parsed": config.parsed}
+        self.settings |= {"output.parse": config.parse, "output.schema": schema, "output.parsed": config.parsed}
         if schema is not None:
             self._validator, self._declared = _prepared(schema)
         self.types = {PARSED: storable(pa.field(config.parsed, self._declared.type)).type, PARSE_ERROR: pa.string()}

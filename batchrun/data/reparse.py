@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from batchrun.config import OutputConfig
 from batchrun.data.claim import Claim
+from batchrun.data.derived import DERIVED_ERROR, DUPLICATE_OF
 from batchrun.data.disk import explained, read_json, replace_json
 from batchrun.data.manifest import changed_settings, plan_of, read_manifest
 from batchrun.data.outputs import PARSING, with_features
@@ -115,16 +116,23 @@ def _reparsed(table: pa.Table, parser: Parser, settings: Settings) -> pa.Table:
     for key, values in parser.columns(texts, reasons).items():
         added.append(pa.field(names[key], parser.types[key]))
         table = table.add_column(place + len(added) - 1, added[-1], pa.array(values, parser.types[key]))
+    derived = parser.derived.columns(table, completion, prefix)
+    for key, column in derived.items():
+        added.append(pa.field(names[key], column.type))
+        table = table.append_column(added[-1], column)
     footers = {key: value for key, value in metadata.items() if key.startswith(b"batchrun.")}
     return table.replace_schema_metadata(with_features(metadata, kept, added) | footers | {PARSING: parser.record})
 
 
 def _names(settings: Settings, parsing: Settings) -> dict[str, str]:
     """What the columns of a parser are called."""
-    if parsing["output.parse"] == "none":
-        return {}
     prefix = settings["output.prefix"]
-    return {PARSED: prefix + parsing["output.parsed"], PARSE_ERROR: prefix + PARSE_ERROR}
+    keys = [*parsing["output.derived"], DERIVED_ERROR] if parsing["output.derived"] else []
+    keys += [DUPLICATE_OF] if parsing["output.duplicates"] else []
+    names = {key: prefix + key for key in keys}
+    if parsing["output.parse"] != "none":
+        names |= {PARSED: prefix + parsing["output.parsed"], PARSE_ERROR: prefix + PARSE_ERROR}
+    return names
 
 
 def _parsing(schema: pa.Schema) -> Settings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,11 +42,18 @@ def _tojson(value: Any, indent: int | None = None) -> str:
     return json.dumps(value, ensure_ascii=False, indent=indent, default=_json_default)
 
 
+def _find(value: Any, pattern: str) -> str:
+    """The first match of a regular expression, or of its first group; nothing if there is none."""
+    match = re.search(pattern, str(_finalize(value)))
+    return "" if match is None else (match[1] if match.re.groups else match[0]) or ""
+
+
 def _environment() -> jinja2.Environment:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         undefined=jinja2.StrictUndefined, finalize=_finalize, keep_trailing_newline=False, autoescape=False
     )
     environment.filters["tojson"] = _tojson
+    environment.filters["find"] = _find
     return environment
 
 

@@ -16,9 +16,10 @@ import pyarrow.parquet as pq
 
 from batchrun.config import Config
 from batchrun.data.disk import explained, replace_json
-from batchrun.data.outputs import RowResult
+from batchrun.data.outputs import OutputSchema, RowResult
 from batchrun.engine.engine import StepStats
 
+TALLIED = 32  # distinct values of a column that are counted
 BUFFERED = 8192  # rows of metrics held before they are written
 
 ROWS = pa.schema(
@@ -67,6 +68,8 @@ class Metrics:
         self.rows = 0
         self.deduplicated = 0
         self.parse_errors = 0
+        self.tallies: dict[str, Counter[str]] = {}
+        self._untold: set[str] = set()
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.completion_tokens = 0
@@ -115,6 +118,16 @@ class Metrics:
             if len(self._rows) >= BUFFERED:
                 self._write_rows()
 
+    def add_part(self, schema: OutputSchema, part: pa.Table) -> None:
+        """A part is in place, with what was made of its completions."""
+        self.parse_errors += schema.parse_errors(part)
+        for name, counts in schema.tally(part).items():
+            self.tallies.setdefault(name, Counter()).update(counts)
+            # Of a column with more values than these, none is told: it is text, not a verdict.
+            if len(self.tallies[name]) > TALLIED:
+                self.tallies[name] = Counter()
+                self._untold.add(name)
+
     def add_step(self, step: StepStats | None) -> None:
         """The engine made a step."""
         if step is None:
@@ -128,6 +141,11 @@ class Metrics:
         if self.config.report.metrics:
             values = {"at_s": now - self._origin, **dataclasses.asdict(step)}
             self._table("steps", STEPS).add({name: [values[name]] for name in STEPS.names})
+
+    @property
+    def values(self) -> dict[str, Counter[str]]:
+        """How often each value came in the derived columns, by column, save those with many values."""
+        return {name: counts for name, counts in self.tallies.items() if name not in self._untold}
 
     def summary(self) -> dict[str, Any]:
         """What the run came to, as plain values. Rates are over the time from the first engine step to the last."""
@@ -154,6 +172,7 @@ class Metrics:
             "finish_reasons": dict(self.finish_reasons),
             "error_types": dict(self.error_types),
             "parse_errors": self.parse_errors,
+            "values": {name: dict(counts.most_common()) for name, counts in self.values.items()},
         }
 
     def _write_rows(self) -> None:

@@ -7,6 +7,8 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
+import pyarrow as pa
+
 from batchrun.config import Config
 from batchrun.data.disk import explained
 from batchrun.data.outputs import RowResult
@@ -63,6 +65,10 @@ class Report:
         self.metrics.add_row(source_name, number, result)
         self.progress.update(result)
         self.failures.add(source_name, number, result)
+
+    def add_part(self, part: pa.Table) -> None:
+        """A part is in place."""
+        self.metrics.add_part(self.output.schema, part)
 
     def add_step(self, step: StepStats | None) -> None:
         """The engine made a step."""

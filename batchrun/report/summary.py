@@ -35,6 +35,9 @@ def print_summary(output: Output, done: np.ndarray, metrics: Metrics) -> None:
             print(f"{'errors':<14}{kinds}")
         if metrics.parse_errors:
             print(f"{'unparsed':<14}{metrics.parse_errors:,} completions: the column parse_error says why")
+        for name, counts in metrics.values.items():
+            shares = ", ".join(f"{value} {count:,}" for value, count in counts.most_common())
+            print(f"{name:<14}{shares}")
         if skipped := metrics.statuses["skipped"]:
             print(f"{'skipped':<14}{skipped:,}")
         if metrics.deduplicated:

@@ -13,7 +13,7 @@ import pytest
 from batchrun.config import OutputConfig
 from batchrun.data import merge as merge_module
 from batchrun.data.manifest import build_manifest, write_manifest
-from batchrun.data.merge import merge_parts
+from batchrun.data.merge import Merged, merge_parts
 from batchrun.data.outputs import OutputSchema, RowResult
 from batchrun.data.plan import Plan
 from batchrun.data.sources import InputFile
@@ -50,7 +50,7 @@ def output(tmp_path: Path) -> Path:
 
 def test_rows_schema_and_metadata_are_kept_in_order(output: Path, tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in output.rglob("*.parquet")}
-    assert merge_parts(output, tmp_path / "merged", 512, "zstd") == (8, 1)
+    assert merge_parts(output, tmp_path / "merged", 512, "zstd") == Merged(8, 1, 0)
     parts = sorted(output.glob("*.parquet"))
     expected = pa.concat_tables([pq.read_table(part) for part in parts])
     merged = pq.read_table(tmp_path / "merged" / "part-00000.parquet", page_checksum_verification=True)
@@ -68,7 +68,7 @@ def test_rows_schema_and_metadata_are_kept_in_order(output: Path, tmp_path: Path
 def test_files_are_filled_up_to_their_size(output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = [path.stat().st_size for path in sorted(output.glob("*.parquet"))]
     monkeypatch.setattr(merge_module, "MIB", sum(sizes[:3]))
-    parts, files = merge_parts(output, tmp_path / "deep" / "merged", 1, "none")
+    parts, files, _ = merge_parts(output, tmp_path / "deep" / "merged", 1, "none")
     assert parts == 8
     assert files == 3
     merged = ds.dataset(tmp_path / "deep" / "merged").to_table()
