@@ -7,8 +7,6 @@ kept beside them, and a row that was preempted goes on as if it had not been.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import torch
 
@@ -104,13 +102,8 @@ def _apply_rules(
 def _rules(slots: Slots, rows: np.ndarray) -> list[tuple[int, TokenRules]]:
     """(place in `rows`, rules) of those that have any."""
 
-    def found() -> Iterator[tuple[int, TokenRules]]:
-        for at, slot in enumerate(rows):
-            sequence = slots.sequences[slot]
-            if sequence is not None and sequence.rules is not None:
-                yield at, sequence.rules
-
-    return list(found())
+    sequences = ((at, slots.sequences[slot]) for at, slot in enumerate(rows))
+    return [(at, own.rules) for at, own in sequences if own is not None and own.rules is not None]
 
 
 def _completing(rules: TokenRules, slots: Slots, slot: int) -> np.ndarray:
