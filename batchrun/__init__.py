@@ -9,10 +9,18 @@ if TYPE_CHECKING:
     from batchrun.engine.params import Delta as Delta
     from batchrun.engine.params import Request as Request
     from batchrun.engine.params import SamplingParams as SamplingParams
+    from batchrun.engine.reasoning import Reasoning as Reasoning
 
 __version__ = "0.1.0"
 
-_DOOR = {"LLM": "llm", "Completion": "params", "Delta": "params", "Request": "params", "SamplingParams": "params"}
+_DOOR = {
+    "LLM": "llm",
+    "Completion": "params",
+    "Delta": "params",
+    "Request": "params",
+    "SamplingParams": "params",
+    "Reasoning": "reasoning",
+}
 
 
 def __getattr__(name: str) -> Any:

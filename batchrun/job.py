@@ -15,12 +15,14 @@ import pyarrow as pa
 from batchrun import __version__, config
 from batchrun.config import Config, SamplingConfig
 from batchrun.config.sampling import resolve
+from batchrun.data.chat import chat_template_text
 from batchrun.data.plan import Chunk, Plan
 from batchrun.data.prompts import PromptBuilder
 from batchrun.data.sources import Source, open_source
 from batchrun.engine.checkpoint import Checkpoint, generation_defaults, load_tokenizer, open_checkpoint
 from batchrun.engine.model import choose_device, choose_dtype
 from batchrun.engine.params import sampling_params
+from batchrun.engine.reasoning import known_markers
 from batchrun.engine.token_rules import RuleBook
 from batchrun.errors import ConfigError
 from batchrun.tasks.base import Task
@@ -98,6 +100,9 @@ def open_job(config: Config, *, weights: bool) -> Job:
     tokenizer = load_tokenizer(checkpoint, offline=config.offline)
     config = replace(config, sampling=checked_sampling(config.sampling, checkpoint, tokenizer))
     folders = [Path(config.prompt.template_file).parent] if config.prompt.template_file else []
+    reasoning = replace(config.reasoning)
+    reasoning.resolve(known_markers(chat_template_text(config.prompt, tokenizer, folders)))
+    config = replace(config, reasoning=reasoning)
     task = make_task(config)
     prompts = PromptBuilder(
         config.prompt,

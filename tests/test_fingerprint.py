@@ -35,6 +35,7 @@ def one(key: str, value: Any, named: str = "") -> Changed:
 
 
 # By leaf. What a text file holds counts, not where it lies, so some are named otherwise.
+MARKERS: dict[str, Any] = {"reasoning.start": "w50", "reasoning.end": "w60"}
 IDENTITY: dict[str, Changed] = {
     "task": Changed({"task": "choose", "choose.labels": ["w4", "w5"]}),
     "choose.labels": one("choose.labels", ["w4", "w5"]),
@@ -80,6 +81,10 @@ IDENTITY: dict[str, Changed] = {
     "structure.json_object": one("structure.json_object", True),
     "structure.any_whitespace": one("structure.any_whitespace", True),
     "structure.fast_forward": one("structure.fast_forward", False),
+    "reasoning.start": Changed(MARKERS),
+    "reasoning.end": Changed(MARKERS),
+    "reasoning.max_tokens": Changed(MARKERS | {"reasoning.max_tokens": 5}),
+    "reasoning.stop_in_thinking": Changed(MARKERS | {"reasoning.stop_in_thinking": True}),
     "prompt.kind": Changed({"prompt.kind": "completion", "prompt.chat_template": None}),
     "prompt.template": one("prompt.template", "w5 {{ text }}"),
     "prompt.template_file": Changed(
@@ -188,7 +193,7 @@ def config(folder: Path, changes: dict[str, Any] | None = None, output: str = "o
     for key, value in values.items():
         section, _, name = key.rpartition(".")
         setattr(lookup(made, section) if section else made, name, value)
-    for section in ("input", "output", "sampling", "prompt", "model"):
+    for section in ("input", "output", "sampling", "reasoning", "prompt", "model"):
         lookup(made, section).__post_init__()
     return made
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +14,10 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
+from transformers import AutoTokenizer
 
 from batchrun import runner
-from batchrun.config import Config
+from batchrun.config import Config, ReasoningConfig
 from batchrun.errors import ConfigError, FingerprintMismatch
 from tests.engine.families import make_model
 
@@ -328,3 +330,47 @@ def test_other_input_columns_are_another_output(tiny: Path, tmp_path: Path) -> N
     runner.run(job(tiny, source, tmp_path / "out"))
     with pytest.raises(FingerprintMismatch, match=r"output\.columns"):
         runner.run(job(tiny, source, tmp_path / "out", input__columns=["text"]))
+
+
+def test_thinking_has_columns_of_its_own(tiny: Path, tmp_path: Path) -> None:
+    """The tiny model never closes its thinking, but a budget does."""
+    tokenizer_folder = tmp_path / "thinks"
+    shutil.copytree(tiny, tokenizer_folder)
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    tokenizer.chat_template = "{{ messages[0].content }} w50 {# <think> w50 </think> w60 #}"
+    tokenizer.save_pretrained(tokenizer_folder)
+    source = write_input(tmp_path / "in", words(6))
+    thinks: dict[str, Any] = {
+        "reasoning__start": "w50",
+        "reasoning__end": " w60 w61",
+        "reasoning__max_tokens": 3,
+    }
+    chat: dict[str, Any] = {"prompt__kind": "chat", "sampling__max_tokens": 9, "sampling__ignore_eos": True}
+    config = job(tokenizer_folder, source, tmp_path / "out", **thinks, **chat)
+    runner.run(config)
+    rows = read(tmp_path / "out")
+    for row in rows:
+        assert (row["reasoning_tokens"], row["completion_tokens"]) == (5, 9)
+        assert row["reasoning"] is not None
+        assert len(row["completion"].split()) <= 4
+    assert config.reasoning.start == "w50"
+    plain = job(tokenizer_folder, source, tmp_path / "plain", reasoning__start=None, reasoning__end=None, **chat)
+    runner.run(plain)
+    assert "reasoning" not in ds.dataset(tmp_path / "plain", format="parquet").schema.names
+    found = job(tokenizer_folder, source, tmp_path / "auto", **chat)
+    runner.run(found)
+    assert found.reasoning.start == "auto", "the caller's config stays as it is"
+    assert [row["completion"] for row in read(tmp_path / "auto")] == [
+        row["completion"] for row in read(tmp_path / "plain")
+    ]
+    with pytest.raises(ConfigError, match=r"no known markers are in the chat template: set reasoning\.start"):
+        runner.run(job(tiny, source, tmp_path / "none", reasoning__max_tokens=3))
+
+
+def test_markers_come_in_pairs() -> None:
+    with pytest.raises(ConfigError, match=r"reasoning\.start=<a> and reasoning\.end=auto: set both"):
+        ReasoningConfig(start="<a>")
+    with pytest.raises(ConfigError, match=r"reasoning\.start=' ' must be the text of a marker"):
+        ReasoningConfig(start=" ", end=" ")
+    with pytest.raises(ConfigError, match=r"reasoning\.start is null: set reasoning\.start and reasoning\.end"):
+        ReasoningConfig(start=None, end=None, stop_in_thinking=True)

@@ -16,6 +16,7 @@ from batchrun.config.input import InputConfig
 from batchrun.config.model import ModelConfig
 from batchrun.config.output import OutputConfig
 from batchrun.config.prompt import PromptConfig
+from batchrun.config.reasoning import ReasoningConfig
 from batchrun.config.run import JobConfig, LaunchConfig, ReportConfig, RunConfig
 from batchrun.config.sampling import MAX_PATTERN, SamplingConfig
 from batchrun.config.structure import StructureConfig
@@ -46,6 +47,7 @@ class Config:
     engine: EngineConfig = field(default_factory=EngineConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     structure: StructureConfig = field(default_factory=StructureConfig)
+    reasoning: ReasoningConfig = field(default_factory=ReasoningConfig)
     prompt: PromptConfig = field(default_factory=PromptConfig)
     choose: ChooseConfig = field(default_factory=ChooseConfig)
     score: ScoreConfig = field(default_factory=ScoreConfig)

@@ -36,7 +36,7 @@ class ChatTemplate:
 
     def __init__(self, config: PromptConfig, tokenizer: Any, folders: Sequence[Path]) -> None:
         self.tokenizer = tokenizer
-        self.text = _chat_template_text(config.chat_template, tokenizer, folders)
+        self.text = _template_text(config.chat_template, tokenizer, folders)
         self.kwargs = dict(config.chat_template_kwargs)
         reserved = sorted(RESERVED_KWARGS & self.kwargs.keys())
         if reserved:
@@ -59,7 +59,14 @@ class ChatTemplate:
             raise InputError(f"the chat template refuses a trial conversation: {reason(error)}{remedy}") from error
 
 
-def _chat_template_text(given: str | None, tokenizer: Any, folders: Sequence[Path]) -> str:
+def chat_template_text(config: PromptConfig, tokenizer: Any, folders: Sequence[Path]) -> str | None:
+    """The chat template that prompts go through, None if they go through none. Raises InputError if it is not there."""
+    if config.kind != "chat" or config.prompt_ids is not None:
+        return None
+    return _template_text(config.chat_template, tokenizer, folders)
+
+
+def _template_text(given: str | None, tokenizer: Any, folders: Sequence[Path]) -> str:
     own = getattr(tokenizer, "chat_template", None)
     if given is None and own is None:
         raise InputError(

@@ -19,6 +19,7 @@ from batchrun.data.plan import Chunk
 # What a retry may change: how tokens are chosen and how many there may be. What is asked stays as it is.
 MAY_DIFFER = (
     *(key for key in leaves() if key.startswith(("sampling.", "structure.")) and key != "sampling.n"),
+    "reasoning.max_tokens",
     "model.max_model_len",
 )
 RETRIED = b"batchrun.retried"

@@ -35,7 +35,7 @@ class _Row:
 
 class PieceWriter:
     """The rows that stream, and their pieces since the last look. A piece has no broken character in it, and nothing
-    that a stop string may yet cut off."""
+    that a stop string may yet cut off. Of a row that thinks only the answer is text, once it has begun."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -67,10 +67,16 @@ class PieceWriter:
         return ready
 
     def _read(self, row: _Row, slots: Slots) -> None:
-        slot, start = row.sequence.slot, row.sequence.num_prompt
+        slot, start, thinking = row.sequence.slot, row.sequence.num_prompt, row.sequence.thinking
+        if thinking is not None:
+            if not thinking.over:
+                return
+            row.tokens = max(row.tokens, thinking.answer_at)
         generated = slots.token_ids[slot, start : slots.num_tokens[slot]]
         new = "".join(row.growing.add(token) for token in generated[row.tokens :].tolist())
         row.tokens = len(generated)
+        if thinking is not None and not row.shown and not row.held:
+            new = thinking.answer(new) if new else ""
         if not new:
             return
         text, params = row.held + new, row.sequence.request.params

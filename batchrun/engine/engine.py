@@ -24,6 +24,7 @@ from batchrun.engine.params import Completion, Request, SamplingParams
 from batchrun.engine.sampler import sample
 from batchrun.engine.scheduler import Scheduler
 from batchrun.engine.sequence import Sequence
+from batchrun.engine.thinking import Thinkers, Thinking
 from batchrun.engine.token_rules import RuleBook
 from batchrun.errors import ErrorType
 
@@ -72,6 +73,7 @@ class Engine:
         self._steps: list[StepStats] = []
         self._sequences: dict[Any, Sequence] = {}
         self._pieces = PieceWriter(tokenizer)
+        self._thinkers = Thinkers(tokenizer)
         self._refused: list[Completion] = []
         self._num_added = 0
         self._num_forced = 0
@@ -89,8 +91,13 @@ class Engine:
         scoring = Scoring(len(given), request.continuations) if request.continuations else None
         follow = params.max_tokens if scoring is None else scoring.longest
         max_total = min(len(given) + follow, self.max_model_len)
+        thinking = None
+        if params.reasoning is not None:
+            constrained = params.structured_outputs is not None
+            thinking = self._thinkers.open(params.reasoning, given, decide_at_once=constrained)
         try:
-            constraint, opening = self._constrain(params, max_total - len(given))
+            # The form is that of the answer: it says nothing of what comes before.
+            constraint, opening = self._constrain(params, max_total - len(given) if thinking is None else 0)
         except ValueError as error:
             self._refused.append(_refusal(request, "constraint_error", str(error)))
             return
@@ -106,8 +113,9 @@ class Engine:
             scoring=scoring,
             digests=block_hashes(ids[:lasting], self.pool.block_size) if caching else [],
             arrived_at=time.perf_counter(),
-            stops=StopMatcher(self.tokenizer, params) if params.stop else None,
+            stops=self._stops(params),
             rules=self.rules.of(params),
+            thinking=thinking,
         )
         if params.logprobs is not None:
             sequence.logprobs = LogprobRecord(min(params.logprobs, self.model.vocab_size))
@@ -253,10 +261,11 @@ class Engine:
             if stuck[i]:
                 finished.append(self._fail(slot))
                 continue
+            follows = slots.constrained[slot]  # which the end of its thinking changes
             ended: _End | None = (None, token, "stop") if at_eos[i] else self._find_stop(slot, token)
-            if slots.constrained[slot]:
+            if follows:
                 ended = self._follow(slot, token, ended)
-            if ended is None and (repeats[i] or at_length[i]):
+            if ended is None and (repeats[i] or slots.num_tokens[slot] >= slots.max_total[slot]):
                 ended = (None, None, "repetition" if repeats[i] else "length")
             if ended is not None:
                 finished.append(self._finish(slot, *ended))
@@ -302,6 +311,36 @@ class Engine:
     def _find_stop(self, slot: int, token: int) -> _End | None:
         """Whether the row's own stops end it with this token."""
         sequence = self._sequence(slot)
+        if sequence.thinking is not None and not sequence.thinking.over:
+            return self._think(slot, sequence, sequence.thinking, token)
+        return self._match_stop(sequence, token)
+
+    def _think(self, slot: int, sequence: Sequence, thinking: Thinking, token: int) -> _End | None:
+        """Take a token before the answer, and end the thinking if it has had its tokens."""
+        slots, params = self.scheduler.slots, sequence.request.params
+        answer = thinking.add(token)
+        if thinking.reasoning.stop_in_thinking and (ended := self._match_stop(sequence, token)) is not None:
+            return ended
+        if thinking.spent:
+            closing = thinking.close(int(slots.max_total[slot] - slots.num_tokens[slot]))
+            slots.append(slot, closing)
+            if sequence.logprobs is not None:
+                for each in closing:
+                    sequence.logprobs.add_unsampled(each)
+        if not thinking.over:
+            return None
+        slots.watched[slot] = bool(params.stop or params.stop_token_ids)
+        sequence.stops = self._stops(params)
+        if sequence.constraint is not None:
+            slots.constrained[slot] = True
+            if answer:  # sampled before it was known to be of the answer, whose form may forbid it
+                slots.drop_last(slot)
+                if sequence.logprobs is not None:
+                    sequence.logprobs.drop_last()
+                return None
+        return next((end for each in answer if (end := self._match_stop(sequence, each)) is not None), None)
+
+    def _match_stop(self, sequence: Sequence, token: int) -> _End | None:
         if token in sequence.request.params.stop_token_ids:
             return None, token, "stop"
         match = None if sequence.stops is None else sequence.stops.add(token)
@@ -317,15 +356,19 @@ class Engine:
         request, now = sequence.request, time.perf_counter()
         del self._sequences[request.key]
         token_ids = [int(token) for token in sequence.token_ids[sequence.num_prompt :]]
+        hidden = isinstance(stop_reason, int) and not request.params.include_stop_str_in_output
+        shown = token_ids[:-1] if hidden else token_ids
+        thinking = sequence.thinking
         if text is None:
-            hidden = isinstance(stop_reason, int) and not request.params.include_stop_str_in_output
-            shown = token_ids[:-1] if hidden else token_ids
-            text = self.tokenizer.decode(shown, skip_special_tokens=request.params.skip_special_tokens)
+            answer = shown if thinking is None else shown[thinking.answer_at :]
+            text = self.tokenizer.decode(answer, skip_special_tokens=request.params.skip_special_tokens)
             text = whole_characters(text) if finish_reason == "length" else text
         return Completion(
             key=request.key,
-            text=text,
+            text=text if thinking is None else thinking.answer(text),
             token_ids=token_ids,
+            reasoning=None if thinking is None else thinking.thought(shown),
+            reasoning_tokens=0 if thinking is None else thinking.count(token_ids),
             finish_reason=finish_reason,
             stop_reason=stop_reason,
             error_type="constraint_error" if finish_reason == "error" else None,
@@ -366,6 +409,9 @@ class Engine:
             total_s=now - sequence.arrived_at,
             likelihoods=scoring.likelihoods(),
         )
+
+    def _stops(self, params: SamplingParams) -> StopMatcher | None:
+        return StopMatcher(self.tokenizer, params) if params.stop else None
 
     def _refuse(self, request: Request, ids: np.ndarray) -> Completion | None:
         kind: ErrorType

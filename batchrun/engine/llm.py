@@ -36,6 +36,7 @@ from batchrun.engine.model import choose_device, choose_dtype, load_model
 from batchrun.engine.params import Completion, Delta, Request, SamplingParams
 from batchrun.engine.pool import EnginePool
 from batchrun.engine.quantized import check_int8, quantize_model
+from batchrun.engine.reasoning import Reasoning, known_markers
 from batchrun.engine.stream import StopWhen, Stream
 from batchrun.engine.worker import place_workers
 from batchrun.errors import BatchrunError, ConfigError
@@ -56,12 +57,17 @@ class LLM:
 
     Any thread and any event loop may use it, several at once too: their requests share the batch. The engine runs in a
     thread of its own.
+
+    `reasoning` says how the thinking of answers to messages is told from them, if their parameters do not: by the
+    markers that the chat template speaks of. Set it to None to leave these texts whole.
     """
 
     def __init__(self, model: str, *, offline: bool = False, **options: Any) -> None:
         model_config, engine_config = _split_options(model, options)
         self.checkpoint = open_checkpoint(model_config, offline=offline)
         self.tokenizer = load_tokenizer(self.checkpoint, offline=offline)
+        markers = known_markers(getattr(self.tokenizer, "chat_template", None))
+        self.reasoning = Reasoning(*markers) if markers else None
         self._driver: Driver | None = Driver(load_engine(self.checkpoint, self.tokenizer, engine_config))
         self._window = 2 * engine_config.max_num_seqs  # as many that wait as may run: no step runs short
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
@@ -248,7 +254,11 @@ class LLM:
                 raise ValueError(
                     f"there are {number} sampling parameters and more prompts: give one for all, or one each"
                 )
-            return prompt if isinstance(prompt, Request) else Request(number, self._token_ids(prompt), own)
+            if isinstance(prompt, Request):
+                return prompt
+            if self.reasoning and not own.reasoning and isinstance(prompt, Mapping) and "messages" in prompt:
+                own = dataclasses.replace(own, reasoning=self.reasoning)
+            return Request(number, self._token_ids(prompt), own)
 
         return make
 

@@ -26,6 +26,14 @@ class LogprobRecord:
         self._ids[self._length], self._values[self._length] = ids, values
         self._length += 1
 
+    def add_unsampled(self, token: int) -> None:
+        """One token that no step has sampled."""
+        self.add(np.full(self.count + 1, token), np.full(self.count + 1, np.nan))
+
+    def drop_last(self) -> None:
+        """The token added last has been taken back."""
+        self._length -= 1
+
     def take(self) -> TokenLogprobs:
         return TokenLogprobs(self._ids[: self._length].copy(), self._values[: self._length].copy())
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from batchrun.config.sampling import BIAS, RANGES, SamplingConfig
+from batchrun.engine.reasoning import Reasoning
 from batchrun.engine.structure import StructuredOutputs
 from batchrun.errors import ErrorType
 
@@ -32,6 +33,7 @@ class SamplingParams:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None  # the form of the text, which decides alone when it may end
+    reasoning: Reasoning | None = None  # tells thinking from the answer; None: the text is whole
     # Ends a row whose last tokens are one pattern of so many tokens, so many times in a row; 0: never.
     repetition_max_pattern: int = 0
     repetition_min_pattern: int = 1
@@ -70,9 +72,12 @@ class SamplingParams:
             raise ValueError(f"seed={self.seed} must fit into 64 bits with a sign")
 
 
-def sampling_params(config: SamplingConfig, seed: int, form: StructuredOutputs | None = None) -> SamplingParams:
+def sampling_params(
+    config: SamplingConfig, seed: int, form: StructuredOutputs | None = None, reasoning: Reasoning | None = None
+) -> SamplingParams:
     """The settings of a job as parameters of one request. Raises ValueError for settings that do not go together."""
-    return SamplingParams(**{name: getattr(config, name) for name in _SETTINGS}, seed=seed, structured_outputs=form)
+    settings = {name: getattr(config, name) for name in _SETTINGS}
+    return SamplingParams(**settings, seed=seed, structured_outputs=form, reasoning=reasoning)
 
 
 _SETTINGS = ({f.name for f in fields(SamplingParams)} & {f.name for f in fields(SamplingConfig)}) - {"seed"}
@@ -110,7 +115,8 @@ class Likelihood(NamedTuple):
 
 class TokenLogprobs(NamedTuple):
     """Log-probabilities of T generated tokens: a row for each, its first column for the token itself, the other k for
-    the likeliest ones there, best first.
+    the likeliest ones there, best first. They are NaN for tokens that no step samples: those that end a thinking which
+    had all it may have.
 
     They are the log-softmax of the model's own logits, before penalties, biases, masks, temperature and filters.
     """
@@ -124,7 +130,7 @@ class Completion:
     """What became of a request. Times are seconds since the request entered the engine."""
 
     key: Hashable
-    text: str
+    text: str  # without the thinking, if that is told from it
     token_ids: list[int]
     finish_reason: str  # stop | length | repetition | error | abort
     stop_reason: str | int | None = None  # the stop string or token id that ended it, or "stop_when"
@@ -133,6 +139,8 @@ class Completion:
     max_tokens: int | None = None  # that there could have been, in what the prompt leaves of the window
     prompt_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens whose KV was found in the cache
+    reasoning: str | None = None  # the thinking before the answer
+    reasoning_tokens: int = 0  # of token_ids, markers among them
     queue_s: float = 0.0
     first_token_s: float = 0.0
     total_s: float = 0.0

@@ -11,6 +11,7 @@ from batchrun.engine.continuations import Scoring
 from batchrun.engine.detokenizer import StopMatcher
 from batchrun.engine.logprobs import LogprobRecord
 from batchrun.engine.params import Request
+from batchrun.engine.thinking import Thinking
 from batchrun.engine.token_rules import TokenRules
 
 
@@ -30,6 +31,7 @@ class Sequence:
     rules: TokenRules | None = None
     logprobs: LogprobRecord | None = None  # None: not asked for
     scoring: Scoring | None = None  # of a row that scores and generates nothing; num_prompt tokens stand before that
+    thinking: Thinking | None = None  # of a row whose thinking is told from its answer
     slot: int = -1  # -1: waiting
     cached_tokens: int = -1  # prompt tokens found in the cache when first admitted; -1: not yet admitted
     admitted_at: float = 0.0

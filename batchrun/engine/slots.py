@@ -40,7 +40,7 @@ class Slots:
         self.edited = np.zeros(capacity, dtype=bool)  # has penalties or token rules: see logits.py
         self.num_logprobs = np.full(capacity, -1, dtype=np.int64)  # -1: none, 0: of the generated tokens alone
         self.ignore_eos = np.zeros(capacity, dtype=bool)
-        self.watched = np.zeros(capacity, dtype=bool)  # has stop strings or stop token ids of its own
+        self.watched = np.zeros(capacity, dtype=bool)  # has stop strings or stop token ids of its own, or thinks
         self.constrained = np.zeros(capacity, dtype=bool)  # its text must have a form
         self.untouched = np.zeros(capacity, dtype=bool)  # no token of it has been sampled yet
         self.scoring = np.zeros(capacity, dtype=bool)
@@ -75,8 +75,9 @@ class Slots:
         penalised = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
         self.edited[slot] = bool(penalised) or (sequence.rules is not None and sequence.rules.lasting)
         self.num_logprobs[slot] = -1 if sequence.logprobs is None else sequence.logprobs.count
-        self.watched[slot] = bool(params.stop or params.stop_token_ids)
-        self.constrained[slot] = sequence.constraint is not None
+        thinks = sequence.thinking is not None and not sequence.thinking.over
+        self.watched[slot] = bool(params.stop or params.stop_token_ids or thinks)
+        self.constrained[slot] = sequence.constraint is not None and not thinks
         self.ignore_eos[slot] = params.ignore_eos and sequence.constraint is None
         self.untouched[slot] = not sequence.first_token_at
         self.scoring[slot] = sequence.scoring is not None
@@ -106,6 +107,11 @@ class Slots:
 
     def blocks(self, slot: int) -> list[int]:
         return [int(block) for block in self.block_tables[slot, : self.num_blocks[slot]]]
+
+    def drop_last(self, slot: int) -> None:
+        """Take back the token that was sampled last; the next step computes the one before it again."""
+        self.num_tokens[slot] -= 1
+        self.num_computed[slot] -= 1
 
     def append_blocks(self, slot: int, blocks: list[int]) -> None:
         held = self.num_blocks[slot]

@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from batchrun.config import Config
+import pyarrow as pa
+
+from batchrun.config import Config, ReasoningConfig
 from batchrun.data.outputs import RowResult
 from batchrun.data.row_params import row_sampling
 from batchrun.engine.engine import row_seed, sample_seed
 from batchrun.engine.params import Completion, Request, SamplingParams, sampling_params
+from batchrun.engine.reasoning import Reasoning
 from batchrun.row import Row
 from batchrun.structured import job_form, row_form
 from batchrun.tasks.base import Task, prompt_digest, row_result
+
+THINKING: dict[str, pa.DataType] = {"reasoning": pa.string(), "reasoning_tokens": pa.int32()}
 
 
 class Generate(Task):
@@ -20,6 +25,8 @@ class Generate(Task):
         super().__init__(config)
         self.max_tokens = config.sampling.max_tokens
         self.sampling = RowSampling(config)
+        if self.sampling.reasoning is not None:
+            self.more_columns = self.more_columns | THINKING
 
     def requests(self, row: Row) -> list[Request]:
         assert row.prompt is not None
@@ -35,7 +42,11 @@ class Generate(Task):
             completion_tokens=len(completion.token_ids),
             max_tokens=completion.max_tokens,
             first_token_s=completion.first_token_s,
+            values=self._thinking(completion),
         )
+
+    def _thinking(self, completion: Completion) -> dict[str, Any] | None:
+        return {key: getattr(completion, key) for key in THINKING} if self.sampling.reasoning is not None else None
 
     def identity(self) -> dict[str, Any]:
         form = self.sampling.form
@@ -51,7 +62,9 @@ class RowSampling:
     def __init__(self, config: Config) -> None:
         self.config = config.sampling
         self.structure, self.form = config.structure, job_form(config)
-        self.greedy = sampling_params(self.config, 0, self.form) if self.config.temperature == 0 else None
+        self.reasoning = _reasoning(config.reasoning)
+        greedy = self.config.temperature == 0
+        self.greedy = sampling_params(self.config, 0, self.form, self.reasoning) if greedy else None
 
     def of(self, row: Row) -> SamplingParams:
         """A row without a seed of its own gets one that follows from the job's seed and the row's place or prompt. Its
@@ -61,16 +74,22 @@ class RowSampling:
             return self.greedy
         s, form = row_sampling(self.config, own), row_form(self.structure, own) or self.form
         if s.temperature == 0:
-            return sampling_params(s, 0, form)
+            return sampling_params(s, 0, form, self.reasoning)
         if "seed" in own:
             seed = s.seed
         elif s.seed_by == "content" and row.prompt is not None:
             seed = row_seed(s.seed, prompt_digest(row.prompt.ids).hex())
         else:
             seed = row_seed(s.seed, row.buffer.source_name, row.number)
-        return sampling_params(s, sample_seed(seed, row.sample), form)
+        return sampling_params(s, sample_seed(seed, row.sample), form, self.reasoning)
 
     def by_content(self, row: Row) -> bool:
         """Whether the row's seed follows from its prompt, so that equal prompts have equal completions."""
         own = (row.prompt.params if row.prompt else None) or {}
         return "seed" in own or own.get("seed_by", self.config.seed_by) == "content"
+
+
+def _reasoning(config: ReasoningConfig) -> Reasoning | None:
+    if config.start is None or config.end is None:
+        return None
+    return Reasoning(config.start, config.end, config.max_tokens, config.stop_in_thinking)

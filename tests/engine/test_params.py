@@ -88,7 +88,7 @@ def test_equal_parameters_are_one_key_however_they_are_given() -> None:
 
 def test_every_setting_of_a_job_is_a_parameter() -> None:
     """But for the seed, of which each row gets its own."""
-    theirs = {field.name for field in dataclasses.fields(SamplingParams)} - {"structured_outputs"}
+    theirs = {field.name for field in dataclasses.fields(SamplingParams)} - {"structured_outputs", "reasoning"}
     job = {field.name for field in dataclasses.fields(SamplingConfig)}
     assert theirs <= job
     assert job - theirs <= {"seed_by", "n"}
