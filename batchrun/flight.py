@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
 from batchrun.data.outputs import RowResult
 from batchrun.data.prompt import Prompt
@@ -149,9 +150,16 @@ class Results:
 
 
 def _size(result: RowResult) -> int:
-    """Roughly the characters that a result holds: those of its text, and of the lists among its values."""
-    lists = (value for value in (result.values or {}).values() if isinstance(value, list))
-    return len(result.text or "") + sum(8 * len(value) for value in lists)
+    """Roughly the characters that a result holds: those of its text, and of its values."""
+    return len(result.text or "") + _length(result.values)
+
+
+def _length(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, (list, dict)):
+        return sum(map(_length, value.values() if isinstance(value, dict) else value))
+    return 0 if value is None else 8
 
 
 def refused(prompt: Prompt) -> RowResult:

@@ -150,7 +150,9 @@ class OutputSchema:
         if self.task_types is None:
             values |= self.parser.columns(values[COMPLETION], values["finish_reason"])
         for key in self.own:
-            values[key] = [_clean((result.values or {}).get(key)) for result in results]
+            values[key] = [(result.values or {}).get(key) for result in results]
+            if "string" in str(self.types[key]):
+                values[key] = _clean(values[key])
         fixed = [key for key in self.types if key not in self.derived]
         added = [pa.array(values[key], self.types[key]) for key in fixed]
         if self.derived:
@@ -238,7 +240,7 @@ def _clean(value: Any) -> Any:
     if isinstance(value, str):
         return clean_text(value)
     if isinstance(value, list):
-        return [_clean(item) for item in value] if value and isinstance(value[0], (str, dict, list)) else value
+        return [_clean(item) for item in value]
     return {key: _clean(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow as pa
 
 from batchrun.config import Config, ReasoningConfig
+from batchrun.data.logprobs import logprob_columns, logprob_values
 from batchrun.data.outputs import RowResult
 from batchrun.data.row_params import row_sampling
 from batchrun.engine.engine import row_seed, sample_seed
@@ -25,8 +26,10 @@ class Generate(Task):
         super().__init__(config)
         self.max_tokens = config.sampling.max_tokens
         self.sampling = RowSampling(config)
+        self.with_logprobs = config.sampling.logprobs is not None
         if self.sampling.reasoning is not None:
             self.more_columns = self.more_columns | THINKING
+        self.more_columns = self.more_columns | logprob_columns(self.with_logprobs)
 
     def requests(self, row: Row) -> list[Request]:
         assert row.prompt is not None
@@ -42,11 +45,17 @@ class Generate(Task):
             completion_tokens=len(completion.token_ids),
             max_tokens=completion.max_tokens,
             first_token_s=completion.first_token_s,
-            values=self._thinking(completion),
+            values=self._values(completion),
         )
 
-    def _thinking(self, completion: Completion) -> dict[str, Any] | None:
-        return {key: getattr(completion, key) for key in THINKING} if self.sampling.reasoning is not None else None
+    def _values(self, completion: Completion) -> dict[str, Any] | None:
+        """What the row has in the columns beside its completion."""
+        values: dict[str, Any] = {}
+        if self.sampling.reasoning is not None:
+            values |= {key: getattr(completion, key) for key in THINKING}
+        if self.with_logprobs and completion.logprobs is not None:
+            values |= logprob_values(*completion.logprobs)
+        return values or None
 
     def identity(self) -> dict[str, Any]:
         form = self.sampling.form
