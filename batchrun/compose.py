@@ -63,6 +63,7 @@ def missing(config: Config) -> list[str]:
     prompt = config.prompt.prompts or any(
         getattr(config.prompt, key.partition(".")[2]) is not None for key in PROMPT_SOURCES
     )
+    prompt = prompt or config.rank.query is not None
     bench = config.mode == "bench"
     if config.mode in ("status", "merge", "reparse"):
         folder = "output.path is not set: name the output folder of a job, e.g. output.path=out/labels"

@@ -20,6 +20,7 @@ from batchrun.data.prompt import Prompt
 from batchrun.engine.checkpoint import Checkpoint
 from batchrun.engine.memory import KvShape, kv_budget
 from batchrun.engine.model import choose_device, choose_dtype
+from batchrun.engine.support import encoder_class
 from batchrun.job import Job, open_job
 
 SAMPLED_ROWS = 2000  # whose prompts `plan` renders
@@ -65,7 +66,8 @@ def plan(config: Config) -> int:
     print(f"{'chunks':<12}{source.num_chunks:,} of up to {config.output.chunk_rows:,} rows, one part each")
     sample = _sample(job)
     _print_lengths(sample, source.rows)
-    _print_memory(job, sample)
+    if job.task.pooler is None:
+        _print_memory(job, sample)
     _print_time(job, sample)
     return 0
 
@@ -139,7 +141,7 @@ def _print_memory(job: Job, sample: Sample) -> None:
     device = choose_device(job.config.model.device)
     dtype = choose_dtype(job.config.model.dtype, checkpoint, device)
     shape = KvShape.of(checkpoint.text_config, dtype)
-    window = checkpoint.max_model_len
+    window = job.task.max_length
     per_token = shape.bytes_per_token
     print(f"{'KV cache':<12}{shape.formula()} = {per_token:,} bytes = {per_token / MIB:.3g} MiB a token")
     for count in (1, 16):
@@ -161,32 +163,37 @@ def _print_time(job: Job, sample: Sample) -> None:
     config = job.config
     device = choose_device(config.model.device)
     dtype = choose_dtype(config.model.dtype, job.checkpoint, device)
-    parameters, rate = count_parameters(job.checkpoint), matmul_rate(dtype, device)
+    parameters, rate = count_parameters(job.checkpoint, job.task.purpose), matmul_rate(dtype, device)
     prompts = int(sample.mean * job.plan.rows)
-    computed = int(prompts * (1 - sample.shared)) if config.engine.prefix_caching else prompts
-    most = config.sampling.max_tokens * job.plan.results
+    generates = job.task.pooler is None
+    computed = int(prompts * (1 - sample.shared)) if generates and config.engine.prefix_caching else prompts
+    most = config.sampling.max_tokens * job.plan.results if generates else 0
     least, longest = (2 * parameters * tokens / rate for tokens in (computed, computed + most))
-    print(f"{'tokens':<12}about {prompts:,} in prompts, {computed:,} of them to compute; at most {most:,} to generate")
-    print(f"{'time':<12}at least {_duration(least)} for the prompts, {_duration(longest)} with full-length answers")
+    answers = f"; at most {most:,} to generate" if generates else ""
+    print(f"{'tokens':<12}about {prompts:,} in prompts, {computed:,} of them to compute{answers}")
+    answers = f", {_duration(longest)} with full-length answers" if generates else ""
+    print(f"{'time':<12}at least {_duration(least)} for the prompts{answers}")
     print(
         f"{'':<12}(2 x {parameters / 1e6:,.0f} M parameters x tokens at {rate / 1e12:.2f} TFLOP/s, measured here on "
         f"{device} in {str(dtype).removeprefix('torch.')}; attention and short batches come on top)"
     )
 
 
-def count_parameters(checkpoint: Checkpoint) -> int:
+def count_parameters(checkpoint: Checkpoint, purpose: str = "generate") -> int:
     """Parameters that a token passes through, from the config alone; no weight is read or allocated."""
     from transformers import AutoModelForCausalLM
 
+    auto_class = AutoModelForCausalLM if purpose == "generate" else encoder_class(checkpoint.config, purpose)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            checkpoint.config, trust_remote_code=checkpoint.model.trust_remote_code
-        )
+        model = auto_class.from_config(checkpoint.config, trust_remote_code=checkpoint.model.trust_remote_code)
     config = checkpoint.text_config
+    # Looking up a token's vector is no product; a head that shares that table makes it one.
+    looked_up = 0 if purpose == "generate" else model.get_input_embeddings().weight.numel()
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0
     used = (getattr(config, "num_experts_per_tok", None) or experts) / max(experts, 1)
     # Experts are stacked: one tensor [experts, ...] for all of a layer, of which a token uses a few.
-    return int(sum(p.numel() * (used if p.dim() == 3 and p.shape[0] == experts else 1) for p in model.parameters()))
+    numbers = sum(p.numel() * (used if p.dim() == 3 and p.shape[0] == experts else 1) for p in model.parameters())
+    return int(numbers) - looked_up
 
 
 def matmul_rate(dtype: torch.dtype, device: torch.device, size: int = 1024) -> float:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
+import numpy as np
+
 from batchrun.data.outputs import RowResult
 from batchrun.data.prompt import Prompt
 from batchrun.engine.params import Completion, Request
@@ -119,7 +121,8 @@ class Flight:
 
 
 def _content(request: Request) -> Hashable:
-    return prompt_digest(request.prompt_ids), request.params, *map(prompt_digest, request.continuations)
+    types = None if request.type_ids is None else bytes(request.type_ids)
+    return prompt_digest(request.prompt_ids), types, request.params, *map(prompt_digest, request.continuations)
 
 
 class Results:
@@ -159,6 +162,8 @@ def _length(value: Any) -> int:
         return len(value)
     if isinstance(value, (list, dict)):
         return sum(map(_length, value.values() if isinstance(value, dict) else value))
+    if isinstance(value, np.ndarray):
+        return int(value.nbytes)
     return 0 if value is None else 8
 
 

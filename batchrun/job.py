@@ -26,7 +26,7 @@ from batchrun.engine.reasoning import known_markers
 from batchrun.engine.token_rules import RuleBook
 from batchrun.errors import ConfigError
 from batchrun.tasks.base import Task
-from batchrun.tasks.registry import make_task
+from batchrun.tasks.registry import TASKS, make_task
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class Job:
         settings = config.identity(self.config)
         dtype = choose_dtype(self.config.model.dtype, self.checkpoint, choose_device(self.config.model.device))
         settings["model.dtype"] = str(dtype).removeprefix("torch.")
-        settings["model.max_model_len"] = self.checkpoint.max_model_len
+        settings["model.max_model_len"] = self.task.max_length
         settings["model.files"] = self.checkpoint.identity()
         settings["model.path"] = self.checkpoint.name
         settings["model.tokenizer"] = tokenizer_identity(self.tokenizer)
@@ -96,7 +96,8 @@ def open_job(config: Config, *, weights: bool) -> Job:
     With `weights` false the weights need not be there. Raises ConfigError, InputError.
     """
     source = open_source(config.input, offline=config.offline)
-    checkpoint = open_checkpoint(config.model, weights=weights, offline=config.offline)
+    purpose = TASKS[config.task].purpose
+    checkpoint = open_checkpoint(config.model, weights=weights, offline=config.offline, purpose=purpose)
     tokenizer = load_tokenizer(checkpoint, offline=config.offline)
     config = replace(config, sampling=checked_sampling(config.sampling, checkpoint, tokenizer))
     folders = [Path(config.prompt.template_file).parent] if config.prompt.template_file else []
@@ -104,15 +105,8 @@ def open_job(config: Config, *, weights: bool) -> Job:
     reasoning.resolve(known_markers(chat_template_text(config.prompt, tokenizer, folders)))
     config = replace(config, reasoning=reasoning)
     task = make_task(config)
-    prompts = PromptBuilder(
-        config.prompt,
-        tokenizer,
-        source.schema,
-        task.longest_prompt(checkpoint.max_model_len),
-        folders,
-        task.max_tokens,
-        task.continuations(source.schema),
-    )
+    task.prepare(checkpoint, tokenizer)
+    prompts = task.prompts(tokenizer, source.schema, folders)
     plan = Plan(source.files, config.output.chunk_rows, config.sampling.n)
     return Job(config, checkpoint, tokenizer, source, plan, prompts, task)
 

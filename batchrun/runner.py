@@ -69,7 +69,7 @@ def finished_chunks(
             numbers = numbers[starts < stops]
             if not len(numbers) or drain.requested:
                 continue
-            engine = engine or load(job.checkpoint, job.tokenizer, job.config.engine, job.plan.results)
+            engine = engine or load(job.checkpoint, job.tokenizer, job.config.engine, job.plan.results, job.task.pooler)
             report.start()
             backlog = Backlog(output, numbers, report.progress)
             with drain.deferred(), output.watchdog() as watchdog:

@@ -11,11 +11,13 @@ from typing import Any
 
 from batchrun.config.base import in_range, one_of, setting, strings
 from batchrun.config.bench import BenchConfig
+from batchrun.config.embed import EmbedConfig
 from batchrun.config.engine import EngineConfig
 from batchrun.config.input import InputConfig
 from batchrun.config.model import ModelConfig
 from batchrun.config.output import OutputConfig
 from batchrun.config.prompt import PromptConfig
+from batchrun.config.rank import RankConfig
 from batchrun.config.reasoning import ReasoningConfig
 from batchrun.config.run import JobConfig, LaunchConfig, ReportConfig, RunConfig
 from batchrun.config.sampling import MAX_PATTERN, SamplingConfig
@@ -34,7 +36,8 @@ class Config:
     mode: str = setting("run", "run, plan, preview, bench, status, merge or reparse", identity=False)
     task: str = setting(
         "generate",
-        "what is done with each row: generate (a completion), choose (one of given labels) or score (how likely it is)",
+        "what is done with each row: generate (a completion), choose (one of given labels), score (how likely it is), "
+        "embed (a vector) or rank (scores of a classifier)",
         identity=True,
     )
     preview_rows: int = setting(3, "rows shown by mode=preview", identity=False)
@@ -51,6 +54,8 @@ class Config:
     prompt: PromptConfig = field(default_factory=PromptConfig)
     choose: ChooseConfig = field(default_factory=ChooseConfig)
     score: ScoreConfig = field(default_factory=ScoreConfig)
+    embed: EmbedConfig = field(default_factory=EmbedConfig)
+    rank: RankConfig = field(default_factory=RankConfig)
     input: InputConfig = field(default_factory=InputConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)

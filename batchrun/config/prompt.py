@@ -22,6 +22,11 @@ class PromptConfig:
     template_file: str | None = setting(
         None, "file with the template; looked up beside the job, then as a path", identity=True
     )
+    variables: dict[str, Any] = setting(
+        {},
+        "variables of the templates, as in prompt.variables.language=French; a column of that name comes first",
+        identity=True,
+    )
     messages: str | None = setting(None, "column with a list of {role, content}", identity=True)
     prompt_ids: str | None = setting(None, "column with ready token ids", identity=True)
     prompts: dict[str, str] = setting(

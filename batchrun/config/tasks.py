@@ -8,7 +8,7 @@ from typing import Any
 from batchrun.config.base import in_range, one_of, setting, strings
 from batchrun.errors import ConfigError
 
-TASKS = ("generate", "choose", "score")
+TASKS = ("generate", "choose", "score", "embed", "rank")
 NORMALIZE = ("none", "tokens", "bytes")
 
 

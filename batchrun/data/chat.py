@@ -38,14 +38,19 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.text = _template_text(config.chat_template, tokenizer, folders)
         self.kwargs = dict(config.chat_template_kwargs)
+        self.generation_prompt = True  # whether a conversation ends where the answer begins
         reserved = sorted(RESERVED_KWARGS & self.kwargs.keys())
         if reserved:
             raise InputError(f"prompt.chat_template_kwargs cannot set {', '.join(reserved)}: batchrun sets them itself")
 
     def render(self, messages: list[Message]) -> str:
-        """The conversation up to the point where the answer begins. Raises whatever the template raises."""
+        """The conversation, up to the point where the answer begins. Raises whatever the template raises."""
         text: str = self.tokenizer.apply_chat_template(
-            messages, chat_template=self.text, tokenize=False, add_generation_prompt=True, **self.kwargs
+            messages,
+            chat_template=self.text,
+            tokenize=False,
+            add_generation_prompt=self.generation_prompt,
+            **self.kwargs,
         )
         return text
 

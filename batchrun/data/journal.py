@@ -7,6 +7,7 @@ so a file cut anywhere is good up to there.
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 import logging
@@ -18,6 +19,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from batchrun.data.buffer import ChunkBuffer, Place
 from batchrun.data.disk import explained, sync
 from batchrun.data.outputs import RowResult
@@ -26,6 +29,7 @@ from batchrun.faults import fault
 
 FIELDS = tuple(field.name for field in dataclasses.fields(RowResult))
 SUFFIX = ".journal"
+ARRAY = "float32:base64"  # the one key of an array of float32
 
 logger = logging.getLogger(__name__)
 
@@ -131,8 +135,19 @@ def _header(fingerprint: str, chunk: Chunk, source_name: str) -> dict[str, Any]:
 
 
 def _line(content: dict[str, Any]) -> bytes:
-    text = json.dumps(content, separators=(",", ":")).encode()
+    text = json.dumps(content, separators=(",", ":"), default=_array_text).encode()
     return b"%08x %s\n" % (zlib.crc32(text), text)
+
+
+def _array_text(value: Any) -> dict[str, str]:
+    """An array of float32 as JSON: a third of the size of its numbers, and exact."""
+    if not isinstance(value, np.ndarray) or value.dtype != np.float32:
+        raise TypeError(f"a row has a value of type {type(value).__name__}, which the journal cannot hold")
+    return {ARRAY: base64.b64encode(value.tobytes()).decode()}
+
+
+def _array(value: dict[str, Any]) -> Any:
+    return np.frombuffer(base64.b64decode(value[ARRAY]), dtype=np.float32) if value.keys() == {ARRAY} else value
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -143,7 +158,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
                 checksum, _, text = line.rstrip(b"\n").partition(b" ")
                 if checksum != b"%08x" % zlib.crc32(text):
                     return
-                yield json.loads(text)
+                yield json.loads(text, object_hook=_array)
     except FileNotFoundError:
         return
 

@@ -73,7 +73,8 @@ class RowResult:
     total_s: float = 0.0
     deduplicated: bool = False  # the result is that of a row with the same prompt
     run: str | None = None
-    values: dict[str, Any] | None = None  # of the columns that a task has in place of a completion; None: all null
+    # Of the columns that a task has in place of a completion: what JSON can hold, or arrays of float32; None: all null.
+    values: dict[str, Any] | None = None
     sample: int = 0
 
 
@@ -299,5 +300,7 @@ def _feature(type: pa.DataType) -> dict[str, Any]:
         return {field.name: _feature(field.type) for field in type}
     if pa.types.is_list(type):
         return {"feature": _feature(type.value_type), "_type": "List"}
+    if pa.types.is_fixed_size_list(type):
+        return {"feature": _feature(type.value_type), "length": type.list_size, "_type": "List"}
     # Arrow calls these two float and double.
     return {"dtype": {pa.float32(): "float32", pa.float64(): "float64"}.get(type, str(type)), "_type": "Value"}

@@ -30,6 +30,8 @@ class Prompt:
     texts: list[str] = field(default_factory=list)
     joint: str = ""
     continuations: tuple[tuple[int, ...], ...] = ()
+    first: str | None = None  # of a pair of texts: the one before `text`
+    type_ids: list[int] | None = None  # of a pair: which of the two each token is of, 0 or 1
 
 
 class RowError(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,8 @@ from batchrun.errors import ErrorType, InputError
 
 ANSWERS = "answers"  # what templates call the answers to the row's prompts so far: a list, or by the prompts' names
 
+log = logging.getLogger(__name__)
+
 
 class PromptBuilder:
     """Turns batches of rows into prompts. Everything that can be known without rows is checked on construction.
@@ -68,6 +71,7 @@ class PromptBuilder:
         self.following = self._following_templates()
         self.examples = [message(role, example[role]) for example in config.examples for role in ("user", "assistant")]
         self.continuations = continuations
+        self._look_for_idle_variables()
         self._check_columns()
         self.columns = self._needed_columns()
         self.window = Window(config, tokenizer, max_model_len, max_tokens)
@@ -121,12 +125,12 @@ class PromptBuilder:
         config = self.config
         if config.prompts:
             name, text = next(iter(config.prompts.items()))
-            return Template(f"prompt.prompts.{name}", text, self.schema.names)
+            return self._compiled(f"prompt.prompts.{name}", text)
         if config.template is not None:
-            return Template("prompt.template", config.template, self.schema.names)
+            return self._compiled("prompt.template", config.template)
         if config.template_file is not None:
             text = read_text("prompt.template_file", config.template_file, self.folders)
-            return Template(f"prompt.template_file={config.template_file}", text, self.schema.names)
+            return self._compiled(f"prompt.template_file={config.template_file}", text)
         if config.messages is None and config.prompt_ids is None:
             raise InputError(
                 "the job has no prompt: set prompt.template (or template_file), prompt.messages or prompt.prompt_ids; "
@@ -144,10 +148,20 @@ class PromptBuilder:
                 f"the input has a column {ANSWERS}, by which name prompts know the earlier answers: leave it out with "
                 "input.columns"
             )
-        return [Template(key, text, [*self.schema.names, ANSWERS]) for key, text in texts.items()]
+        return [self._compiled(key, text, ANSWERS) for key, text in texts.items()]
 
     def _optional_template(self, name: str, text: str | None) -> Template | None:
-        return None if text is None else Template(f"prompt.{name}", text, self.schema.names)
+        return None if text is None else self._compiled(f"prompt.{name}", text)
+
+    def _compiled(self, key: str, text: str, *more: str) -> Template:
+        """A template over the columns, the names `more` and the job's variables."""
+        return Template(key, text, [*self.schema.names, *more], self.config.variables)
+
+    def _look_for_idle_variables(self) -> None:
+        """Most likely they are misspelt; or the job's template was replaced by one without them."""
+        used = {name for template in self._templates() for name in (*template.used, *template.columns)}
+        for name in sorted(set(self.config.variables) - used):
+            log.warning("prompt.variables.%s is used by no template", name)
 
     def _check_columns(self) -> None:
         config = self.config
@@ -185,9 +199,12 @@ class PromptBuilder:
 
     def _needed_columns(self) -> list[str]:
         needed = {name for name in (self.config.messages, self.config.prompt_ids, self.config.params) if name}
-        for template in (self.template, self.system, self.prefill, *self.following, self.continuations):
+        for template in (*self._templates(), self.continuations):
             needed |= set(template.columns if template else ())
         return [name for name in self.schema.names if name in needed]
+
+    def _templates(self) -> list[Template]:
+        return [template for template in (self.template, self.system, self.prefill, *self.following) if template]
 
     def _draft(self, row: dict[str, Any]) -> Draft:
         try:
@@ -219,13 +236,8 @@ class PromptBuilder:
 
     def _text(self, row: dict[str, Any], answers: Sequence[str] = ()) -> tuple[str, Callable[[str], str]]:
         """The text of the prompt that comes after `answers` which may be cut, and what makes the whole of it."""
-        prefill = _render(self.prefill, row) if self.prefill else ""
-        if self.config.prompts:
-            given = [message("user", self._named_body(row, answers))]
-        elif self.template:
-            given = [message("user", self._body(row))]
-        else:
-            given = self._column_messages(row)
+        prefill = render(self.prefill, row) if self.prefill else ""
+        given = self._given(row, answers)
         if self.chat_template is None:
             return clean_text(given[0]["content"]), lambda body: clean_text(body + prefill)
         given += self._turns(row, prefill, answers)
@@ -250,6 +262,12 @@ class PromptBuilder:
         known = dict(zip(self.config.prompts, answers, strict=False))
         return self._body(row | {ANSWERS: known}, self.following[len(answers) - 1])
 
+    def _given(self, row: dict[str, Any], answers: Sequence[str]) -> list[Message]:
+        """What is asked first."""
+        if self.config.prompts:
+            return [message("user", self._named_body(row, answers))]
+        return [message("user", self._body(row))] if self.template else self._column_messages(row)
+
     def _rendered(self, messages: list[Message], turn: Message | None, body: str) -> str:
         """The conversation with another text in place of one turn's."""
         assert self.chat_template is not None, "only chats have messages"
@@ -262,7 +280,7 @@ class PromptBuilder:
         """A row's messages among those of the job."""
         system: list[Message] = []
         if self.system and not any(given_message["role"] in SYSTEM_ROLES for given_message in given):
-            text = _render(self.system, row)
+            text = render(self.system, row)
             system = [message("system", text)] if text.strip() else []
         if self.examples:
             leads = given[0]["role"] in SYSTEM_ROLES
@@ -272,7 +290,7 @@ class PromptBuilder:
     def _body(self, row: dict[str, Any], template: Template | None = None) -> str:
         template = template or self.template
         assert template is not None, "a prompt without messages or ids has a template"
-        text = _render(template, row)
+        text = render(template, row)
         if not text.strip():
             raise RowError("empty_prompt", f"{template.key} renders no text for this row")
         names = [name for name in template.columns if name != ANSWERS]
@@ -309,7 +327,8 @@ class PromptBuilder:
         return list(ids)
 
 
-def _render(template: Template, row: dict[str, Any]) -> str:
+def render(template: Template, row: dict[str, Any]) -> str:
+    """The template's text for a row. Raises RowError."""
     try:
         return template.render(row)
     except Exception as error:

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -63,28 +64,32 @@ ENVIRONMENT = _environment()
 class Template:
     """A compiled template of one setting.
 
-    Variables are columns; `row` is the whole row, for names that are no identifiers: `{{ row["review text"] }}`.
-    `columns` are those it needs, in schema order. Raises InputError, naming the setting, for a syntax error,
-    a name that is not a column, and includes or imports (whose text would be outside the fingerprint).
+    Variables are columns, and those of `variables` of which no column has the name; `row` is the whole row, for names
+    that are no identifiers: `{{ row["review text"] }}`. `columns` are those it needs, in schema order, and `used` the
+    variables. Raises InputError, naming the setting, for a syntax error, a name that is not a column, and includes or
+    imports (whose text would be outside the fingerprint).
     """
 
-    def __init__(self, key: str, text: str, names: Sequence[str]) -> None:
+    def __init__(
+        self, key: str, text: str, names: Sequence[str], variables: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
         self.key = key
         self.text = text
         try:
             tree = ENVIRONMENT.parse(text)
             self._template = ENVIRONMENT.from_string(text)
             # Jinja copies the globals for each row, and a ChainMap, which they are, takes longer than all the rest.
-            self._template.globals = dict(self._template.globals)
+            self._template.globals = dict(self._template.globals) | dict(variables)
         except jinja2.TemplateSyntaxError as error:
             raise InputError(f"{key}, line {error.lineno}: {error.message}") from error
         if any(True for _ in jinja2.meta.find_referenced_templates(tree)):
             raise InputError(f"{key} includes or imports another template: put the whole text in one template")
         self.whole_row = False
+        self.used = (jinja2.meta.find_undeclared_variables(tree) & set(variables)) - set(names)
         self.columns = self._needed(tree, names)
 
     def _needed(self, tree: nodes.Template, names: Sequence[str]) -> list[str]:
-        variables = jinja2.meta.find_undeclared_variables(tree)
+        variables = jinja2.meta.find_undeclared_variables(tree) - self.used
         if WHOLE_ROW in variables and WHOLE_ROW not in names:
             self.whole_row = True
             variables.remove(WHOLE_ROW)

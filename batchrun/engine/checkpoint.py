@@ -70,8 +70,10 @@ class Checkpoint:
         return digest.hexdigest()
 
 
-def open_checkpoint(model: ModelConfig, *, weights: bool = True, offline: bool = False) -> Checkpoint:
-    """Find `model.path` as a folder, else on the hub, and read its config.
+def open_checkpoint(
+    model: ModelConfig, *, weights: bool = True, offline: bool = False, purpose: str = "generate"
+) -> Checkpoint:
+    """Find `model.path` as a folder, else on the hub, and read its config. `purpose` is as in `check_config`.
 
     With `weights` false only configs and tokenizer files are fetched. Raises ConfigError if there is no such
     folder and the hub cannot give it, or if files are missing or damaged; UnsupportedModel, before any weights
@@ -82,7 +84,7 @@ def open_checkpoint(model: ModelConfig, *, weights: bool = True, offline: bool =
     find = partial(local_folder, model.path, model.revision, model.allow_pickle, offline=offline)
     folder = find(weights=False)
     config = _read_config(folder, model)
-    check_config(config)
+    check_config(config, purpose)
     if weights:
         folder = find(weights=True)
         _check_weights(folder, model)

@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from batchrun.engine.deltas import Piece
+from batchrun.engine.encoder import Encoder
 from batchrun.engine.engine import Engine
 from batchrun.engine.params import Completion, Request
 from batchrun.engine.pool import EnginePool
@@ -39,7 +40,7 @@ class Driver:
     Every method may be called from any thread, and raises BatchrunError if the engine has ended.
     """
 
-    def __init__(self, engine: Engine | EnginePool) -> None:
+    def __init__(self, engine: Engine | Encoder | EnginePool) -> None:
         self.engine = engine
         self.ended: BatchrunError | None = None  # why no more orders are taken
         self._orders: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()

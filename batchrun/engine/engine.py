@@ -46,6 +46,7 @@ class StepStats:
     hit_rate: float  # share of all prompt tokens so far that were found in the cache
     ideal_hit_rate: float  # what it would be with a cache that forgets nothing
     preemptions: int  # so far
+    padding: int = 0  # places of padding that were computed beside the tokens
 
 
 class Engine:

@@ -23,11 +23,14 @@ from typing import Any, Literal, Self, overload
 import numpy as np
 import torch
 
-from batchrun.config import EngineConfig, ModelConfig
+from batchrun.config import EmbedConfig, EngineConfig, ModelConfig, RankConfig
+from batchrun.config.base import one_of
 from batchrun.engine.acceptance import check_model
 from batchrun.engine.attention.registry import attention_backend
 from batchrun.engine.checkpoint import Checkpoint, eos_token_ids, generation_defaults, load_tokenizer, open_checkpoint
 from batchrun.engine.driver import Driver
+from batchrun.engine.encoder import WINDOW, Encoder
+from batchrun.engine.encoder_model import load_encoder_model
 from batchrun.engine.engine import Engine
 from batchrun.engine.kv_cache import BlockPool
 from batchrun.engine.layers import fuse_model
@@ -35,9 +38,11 @@ from batchrun.engine.memory import num_kv_blocks
 from batchrun.engine.model import choose_device, choose_dtype, load_model
 from batchrun.engine.params import Completion, Delta, Request, SamplingParams
 from batchrun.engine.pool import EnginePool
+from batchrun.engine.pooler import EmbeddingPooler, Pooler
 from batchrun.engine.quantized import check_int8, quantize_model
 from batchrun.engine.reasoning import Reasoning, known_markers
 from batchrun.engine.stream import StopWhen, Stream
+from batchrun.engine.texts import Text, Texts, stacked
 from batchrun.engine.worker import place_workers
 from batchrun.errors import BatchrunError, ConfigError
 
@@ -48,12 +53,18 @@ Prompt = str | Sequence[int] | np.ndarray | Mapping[str, Any]
 Params = SamplingParams | Iterable[SamplingParams] | None
 
 
+READING = {"embed": EmbedConfig, "rank": RankConfig}  # the sections of tasks that only read, by task
+
+
 class LLM:
     """A model with its engine.
 
     `options` are the settings of the model and engine sections of the config, by their own names:
     `LLM("folder", dtype="float32", max_num_seqs=64)`. Raises ConfigError for an unknown option, a
-    model that cannot be found, or a family that the paged attention cannot serve.
+    model that cannot be found, or a family that the engine cannot serve.
+
+    With `task="embed"` or `"rank"` it gives vectors or scores of texts and generates nothing; `options` are then those
+    of the section of that name too.
 
     Any thread and any event loop may use it, several at once too: their requests share the batch. The engine runs in a
     thread of its own.
@@ -62,19 +73,24 @@ class LLM:
     markers that the chat template speaks of. Set it to None to leave these texts whole.
     """
 
-    def __init__(self, model: str, *, offline: bool = False, **options: Any) -> None:
-        model_config, engine_config = _split_options(model, options)
-        self.checkpoint = open_checkpoint(model_config, offline=offline)
+    def __init__(self, model: str, *, task: str = "generate", offline: bool = False, **options: Any) -> None:
+        one_of("task", task, ("generate", *READING))
+        model_config, engine_config, settings = _split_options(model, options, READING.get(task))
+        self.checkpoint = open_checkpoint(model_config, offline=offline, purpose=task)
         self.tokenizer = load_tokenizer(self.checkpoint, offline=offline)
         markers = known_markers(getattr(self.tokenizer, "chat_template", None))
         self.reasoning = Reasoning(*markers) if markers else None
-        self._driver: Driver | None = Driver(load_engine(self.checkpoint, self.tokenizer, engine_config))
-        self._window = 2 * engine_config.max_num_seqs  # as many that wait as may run: no step runs short
+        self._texts = None if settings is None else Texts(self.checkpoint, self.tokenizer, settings)
+        pooler = None if self._texts is None else self._texts.pooler
+        engine = load_engine(self.checkpoint, self.tokenizer, engine_config, pooler=pooler)
+        self._driver: Driver | None = Driver(engine)
+        # As many that wait as may run: no step runs short.
+        self._window = (2 if pooler is None else WINDOW) * engine_config.max_num_seqs
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         weakref.finalize(self, self._driver.close).atexit = False  # the driver sees to that itself
 
     @property
-    def engine(self) -> Engine | EnginePool:
+    def engine(self) -> Engine | Encoder | EnginePool:
         """What computes. Only while nothing is under way may it be used directly."""
         return self._open().engine
 
@@ -114,6 +130,25 @@ class LLM:
         several: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [{"messages": each, "tools": tools, "chat_template_kwargs": chat_template_kwargs} for each in several]
         return self.generate(prompts, params, stop_when=stop_when)
+
+    def embed(self, texts: str | Sequence[str]) -> np.ndarray:
+        """Vectors float32 [texts, size], in order, with `task="embed"`. A text that is too long is cut at the right.
+
+        Raises ValueError for a text without tokens.
+        """
+        return self._vectors("embed", [texts] if isinstance(texts, str) else texts)
+
+    def rank(self, texts: Sequence[Text]) -> np.ndarray:
+        """Scores float32 [texts, labels] of texts or of pairs (query, text), in order, with `task="rank"`.
+
+        What is too long is cut: of a pair, the longer one. Raises ValueError for a text without tokens.
+        """
+        return self._vectors("rank", texts)
+
+    def _vectors(self, task: str, texts: Sequence[Text]) -> np.ndarray:
+        if self._texts is None or isinstance(self._texts.pooler, EmbeddingPooler) != (task == "embed"):
+            raise BatchrunError(f'this LLM was not made to {task}: use LLM(model, task="{task}")')
+        return stacked(self.generate(self._texts.requests(texts)), self._texts.pooler.size)
 
     @overload
     def stream(
@@ -226,7 +261,8 @@ class LLM:
         A copy cannot compute: the engine stays in its process.
         """
         model = {key: getattr(self.checkpoint.model, key) for key in _identity_fields(ModelConfig)}
-        return _stand_in, (self.checkpoint.identity(), tuple(sorted(model.items())))
+        texts = self._texts and (self._texts.pooler, self._texts.form)
+        return _stand_in, (self.checkpoint.identity(), tuple(sorted(model.items())), repr(texts))
 
     def _open(self) -> Driver:
         if self._driver is None:
@@ -286,21 +322,29 @@ class LLM:
 
 
 def load_engine(
-    checkpoint: Checkpoint, tokenizer: Any, config: EngineConfig, rows: int | None = None
-) -> Engine | EnginePool:
+    checkpoint: Checkpoint,
+    tokenizer: Any,
+    config: EngineConfig,
+    rows: int | None = None,
+    pooler: Pooler | None = None,
+) -> Engine | Encoder | EnginePool:
     """The engine of this process, or a pool of engine processes if that is faster for a job of `rows` rows.
+
+    With a `pooler` it gives vectors of texts, without one it generates.
 
     Without `rows` a pool is made only if `engine.workers` says so: a process that starts others must be able to
     be imported again, which a script or notebook need not be. Raises what `load_single` does.
     """
     placements = place_workers(checkpoint, config, rows)
     if len(placements) > 1:
-        return EnginePool(checkpoint, config, placements)
-    return load_single(checkpoint, tokenizer, config)
+        return EnginePool(checkpoint, config, placements, pooler)
+    return load_single(checkpoint, tokenizer, config, pooler=pooler)
 
 
-def load_single(checkpoint: Checkpoint, tokenizer: Any, config: EngineConfig, sharers: int = 1) -> Engine:
-    """Load the weights, check that the paged attention serves them, and make room for the KV cache.
+def load_single(
+    checkpoint: Checkpoint, tokenizer: Any, config: EngineConfig, sharers: int = 1, pooler: Pooler | None = None
+) -> Engine | Encoder:
+    """Load the weights, check that the engine serves them, and make room for the KV cache, if there is to be one.
 
     `sharers` processes divide the memory between them. Raises UnsupportedModel for a family that the check
     refuses, ConfigError for memory that is not there.
@@ -308,10 +352,14 @@ def load_single(checkpoint: Checkpoint, tokenizer: Any, config: EngineConfig, sh
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     device = choose_device(checkpoint.model.device)
+    dtype = choose_dtype(checkpoint.model.dtype, checkpoint, device)
+    if pooler is not None:
+        encoder = load_encoder_model(checkpoint, pooler, device, dtype, pack=config.fused_layers)
+        return Encoder(encoder, pooler.max_length, config.max_num_seqs, config.max_batched_tokens)
     quantized = checkpoint.model.quantization == "int8"
     if quantized:
         check_int8(device, config.fused_layers)
-    model = load_model(checkpoint, device, choose_dtype(checkpoint.model.dtype, checkpoint, device))
+    model = load_model(checkpoint, device, dtype)
     backend = attention_backend(config.attention, device)
     check_model(model, backend)
     if config.fused_layers:
@@ -326,14 +374,19 @@ def load_single(checkpoint: Checkpoint, tokenizer: Any, config: EngineConfig, sh
     return Engine(model, tokenizer, pool, eos_ids, max_model_len, config.max_num_seqs, config.max_batched_tokens)
 
 
-def _split_options(model: str, options: dict[str, Any]) -> tuple[ModelConfig, EngineConfig]:
-    names = {cls: {f.name for f in dataclasses.fields(cls)} for cls in (ModelConfig, EngineConfig)}
-    unknown = set(options) - names[ModelConfig] - names[EngineConfig]
-    if unknown:
-        known = sorted(names[ModelConfig] | names[EngineConfig])
-        raise ConfigError(f"LLM() has no option {', '.join(sorted(unknown))}: there are {', '.join(known)}")
-    chosen = [{k: v for k, v in options.items() if k in names[cls]} for cls in (ModelConfig, EngineConfig)]
-    return ModelConfig(**{"path": model, **chosen[0]}), EngineConfig(**chosen[1])
+def _split_options(
+    model: str, options: dict[str, Any], reading: type[EmbedConfig | RankConfig] | None
+) -> tuple[ModelConfig, EngineConfig, EmbedConfig | RankConfig | None]:
+    """The sections of the config that options are of; those of `reading` too, if that is given."""
+    sections: list[type[Any]] = [ModelConfig, EngineConfig, *([reading] if reading else [])]
+    names = [{f.name for f in dataclasses.fields(section)} for section in sections]
+    known = set().union(*names)
+    if unknown := set(options) - known:
+        raise ConfigError(f"LLM() has no option {', '.join(sorted(unknown))}: there are {', '.join(sorted(known))}")
+    chosen = [{key: value for key, value in options.items() if key in own} for own in names]
+    chosen[0].setdefault("path", model)
+    made = [section(**given) for section, given in zip(sections, chosen, strict=True)]
+    return made[0], made[1], made[2] if reading else None
 
 
 def _many(prompts: Any) -> Any:

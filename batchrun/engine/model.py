@@ -105,14 +105,28 @@ def load_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype)
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    options, family = checkpoint.model, checkpoint.config.model_type
     auto_class = AutoModelForImageTextToText if is_vision_language(checkpoint.config) else AutoModelForCausalLM
+    return PagedModel(load_module(checkpoint, auto_class, dtype, hook.NAME).to(device))
+
+
+def load_module(
+    checkpoint: Checkpoint,
+    auto_class: Any,
+    dtype: torch.dtype,
+    attention: str | None = None,
+    unused: tuple[str, ...] = (),
+) -> Any:
+    """The transformers module with its weights. `attention` names its attention code; without, transformers chooses.
+
+    Tensors whose names begin with one of `unused` need not be in the files. Raises as `load_model` does.
+    """
+    options, family = checkpoint.model, checkpoint.config.model_type
     try:
         with _no_progress_bars():
             module, report = auto_class.from_pretrained(
                 checkpoint.folder,
                 dtype=dtype,
-                attn_implementation=hook.NAME,
+                attn_implementation=attention,
                 trust_remote_code=options.trust_remote_code,
                 use_safetensors=None if options.allow_pickle else True,
                 output_loading_info=True,
@@ -123,21 +137,21 @@ def load_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype)
     except ImportError as error:
         raise ConfigError(f"model={options.path}: {family} needs a package that is not installed: {error}") from error
     except KeyError as error:
-        if error.args != (hook.NAME,):
+        if attention is None or error.args != (attention,):
             raise
         raise UnsupportedModel(f"{family}: it picks its attention from a list of its own, where ours is not") from error
-    _check_report(options.path, report)
-    return PagedModel(module.to(device))
+    _check_report(options.path, report, unused)
+    return module
 
 
-def _check_report(name: str | None, report: dict[str, Any]) -> None:
+def _check_report(name: str | None, report: dict[str, Any], unused: tuple[str, ...]) -> None:
     """Raise ConfigError for what transformers would fill with random numbers."""
     for tensor, stored, expected in sorted(report["mismatched_keys"]):
         raise ConfigError(
             f"model={name}: its weights do not fit its config.json: {tensor} is {list(stored)} and should be "
             f"{list(expected)}"
         )
-    if missing := sorted(report["missing_keys"]):
+    if missing := sorted(key for key in report["missing_keys"] if not key.startswith(unused)):
         raise ConfigError(f"model={name}: its weights lack {len(missing)} tensors, {missing[0]} among them")
 
 

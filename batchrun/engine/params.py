@@ -104,6 +104,7 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     deltas: bool = False  # whether its text is wanted piece by piece
     continuations: tuple[tuple[int, ...], ...] = ()  # token ids whose likelihood right after the prompt is asked for
+    type_ids: Sequence[int] | None = None  # of a pair of texts: which of the two each token is of, 0 or 1
 
 
 class Likelihood(NamedTuple):
@@ -146,6 +147,7 @@ class Completion:
     total_s: float = 0.0
     logprobs: TokenLogprobs | None = None  # of all token_ids, if params.logprobs asks for them
     likelihoods: list[Likelihood] | None = None  # of the request's continuations, in their order
+    values: np.ndarray | None = None  # float32 [size]: an embedding or scores, from an Encoder
 
     def cut(self, text: str, num_tokens: int, stop_reason: str) -> Completion:
         """The same, had it been stopped after so many tokens."""

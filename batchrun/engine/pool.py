@@ -24,8 +24,10 @@ import numpy as np
 from batchrun.config import EngineConfig
 from batchrun.engine.checkpoint import Checkpoint
 from batchrun.engine.deltas import Piece
+from batchrun.engine.encoder import WINDOW
 from batchrun.engine.engine import StepStats
 from batchrun.engine.params import Completion, Request
+from batchrun.engine.pooler import Pooler
 from batchrun.engine.worker import Answer, Placement, serve
 from batchrun.errors import BatchrunError
 
@@ -53,7 +55,13 @@ class Worker:
 class EnginePool:
     """Requests are routed by prefix and load. Raises BatchrunError when every worker is dead."""
 
-    def __init__(self, checkpoint: Checkpoint, config: EngineConfig, placements: Sequence[Placement]) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: EngineConfig,
+        placements: Sequence[Placement],
+        pooler: Pooler | None = None,
+    ) -> None:
         self._waiting: deque[Request] = deque()
         self._owner: dict[bytes, Worker] = {}
         self._deaths: dict[Hashable, int] = {}
@@ -69,7 +77,8 @@ class EnginePool:
             kv_cache_gib=config.kv_cache_gib and config.kv_cache_gib / len(placements),
             max_num_seqs=-(-config.max_num_seqs // len(placements)),
         )
-        self._limit = share.max_num_seqs + max(1, int(QUEUED_SHARE * share.max_num_seqs))
+        queued = QUEUED_SHARE if pooler is None else WINDOW
+        self._limit = share.max_num_seqs + max(1, int(queued * share.max_num_seqs))
         self._capacity = config.max_num_seqs
         context = multiprocessing.get_context("spawn")
         self._workers: list[Worker] = []
@@ -77,7 +86,7 @@ class EnginePool:
             here, there = context.Pipe()
             process = context.Process(
                 target=serve,
-                args=(there, checkpoint, share, placement, len(placements)),
+                args=(there, checkpoint, share, placement, len(placements), pooler),
                 name=f"engine-{number}",
                 daemon=True,
             )

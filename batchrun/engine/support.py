@@ -77,18 +77,27 @@ REFUSED_LAYERS: dict[str, str] = {
     "compressed_sparse_attention": "some of its layers see keys that are pooled over several positions",
     "heavily_compressed_attention": "some of its layers see keys that are pooled over several positions",
 }
+# Encoder-decoders whose encoder may be saved alone, with a config that does not tell.
+ENCODER_PARTS = {"t5", "mt5", "umt5"}
 PLAIN_LAYERS = {"full_attention", "sliding_attention", "attention"}
 
 
-def check_config(config: Any) -> None:
-    """Raise UnsupportedModel, with the family and the reason, for a transformers config that cannot work."""
-    if reason := refusal(config):
-        raise UnsupportedModel(f"{config.model_type} cannot run here: {reason}")
+def check_config(config: Any, purpose: str = "generate") -> None:
+    """Raise UnsupportedModel, with the family and the reason, for a transformers config that cannot work.
+
+    `purpose` is what the model is loaded for: generate (any use of the next token), embed or rank.
+    """
+    if purpose != "generate":
+        encoder_class(config, purpose)
+    elif reason := refusal(config):
+        raise UnsupportedModel(f"{config.model_type} cannot run here: {reason}{_remedy(config)}")
 
 
 def refusal(config: Any) -> str | None:
     """Why a transformers config cannot work, as a clause without a full stop; None if nothing speaks against it."""
     text = config.get_text_config(decoder=True)
+    if is_classifier(config):
+        return "its files hold a classification head in place of the one that predicts tokens"
     if config.is_encoder_decoder or text.is_encoder_decoder:
         return "it is an encoder-decoder, and batchrun runs decoder-only models"
     for part in (config, text):
@@ -112,3 +121,69 @@ def _has_class(config: Any) -> bool:
 
     own_code = bool(getattr(config, "auto_map", None))
     return own_code or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or is_vision_language(config)
+
+
+def is_classifier(config: Any) -> bool:
+    """Whether the checkpoint was saved with a sequence classification head."""
+    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+
+
+def is_encoder(config: Any) -> bool:
+    """Whether tokens see the tokens after them, as far as the config tells."""
+    if own_code := getattr(config, "auto_map", None):
+        return "AutoModelForCausalLM" not in own_code
+    text = config.get_text_config(decoder=True)
+    return REFUSED_FAMILIES.get(text.model_type) == ENCODER or not _has_class(config)
+
+
+def _remedy(config: Any) -> str:
+    if is_classifier(config):
+        return "; task=rank gives its scores"
+    return "; task=embed makes embeddings of texts with it" if is_encoder(config) and _embeds(config) else ""
+
+
+def _embeds(config: Any) -> bool:
+    try:
+        encoder_class(config, "embed")
+    except UnsupportedModel:
+        return False
+    return True
+
+
+def encoder_class(config: Any, purpose: str) -> Any:
+    """The transformers class that loads the model without a cache: its hidden states for embed, its scores for rank.
+
+    Raises UnsupportedModel, with the family and the reason, where there is none.
+    """
+    import transformers
+
+    own_code = bool(getattr(config, "auto_map", None))
+    if purpose == "rank":
+        auto_class, mapping = (
+            transformers.AutoModelForSequenceClassification,
+            transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+        )
+        if config.is_encoder_decoder:
+            raise _unfit(config, "it is an encoder-decoder, and batchrun scores with encoders and decoders")
+        if not is_classifier(config) and not own_code:
+            raise _unfit(
+                config, f"its files are of {' and '.join(config.architectures or ['no class'])}, without a "
+                "classification head",
+            )  # fmt: skip
+    elif config.is_encoder_decoder or config.model_type in ENCODER_PARTS:
+        auto_class, mapping = transformers.AutoModelForTextEncoding, transformers.MODEL_FOR_TEXT_ENCODING_MAPPING
+    else:
+        auto_class, mapping = transformers.AutoModel, transformers.MODEL_MAPPING
+    if own_code:
+        return auto_class
+    if type(config) not in mapping:
+        kind = "an encoder of its own" if config.is_encoder_decoder else f"a model for task={purpose}"
+        raise _unfit(config, f"transformers has not {kind} for this config")
+    takes_more = not is_vision_language(config) and any(hasattr(config, f"{x}_config") for x in ("vision", "audio"))
+    if takes_more or mapping[type(config)].main_input_name != "input_ids":
+        raise _unfit(config, "it needs more than text")
+    return auto_class
+
+
+def _unfit(config: Any, reason: str) -> UnsupportedModel:
+    return UnsupportedModel(f"{config.model_type} cannot run here: {reason}")

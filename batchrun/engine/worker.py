@@ -14,9 +14,11 @@ import torch
 from batchrun.config import EngineConfig
 from batchrun.engine.checkpoint import Checkpoint, load_tokenizer
 from batchrun.engine.deltas import Piece
+from batchrun.engine.encoder import Encoder
 from batchrun.engine.engine import Engine, StepStats
 from batchrun.engine.model import choose_device
 from batchrun.engine.params import Completion
+from batchrun.engine.pooler import Pooler
 from batchrun.errors import BatchrunError
 
 SMALL_MODEL_BYTES = 2**31
@@ -69,7 +71,12 @@ def place_workers(checkpoint: Checkpoint, config: EngineConfig, rows: int | None
 
 
 def serve(
-    connection: Connection, checkpoint: Checkpoint, config: EngineConfig, placement: Placement, workers: int
+    connection: Connection,
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    placement: Placement,
+    workers: int,
+    pooler: Pooler | None = None,
 ) -> None:
     """The worker process: take orders, make steps, send back what is finished."""
     _settle_in(placement)
@@ -79,7 +86,8 @@ def serve(
         model = replace(checkpoint.model, device=placement.device)
         checkpoint = replace(checkpoint, model=model)
         config = replace(config, num_threads=placement.threads)
-        engine = load_single(checkpoint, load_tokenizer(checkpoint, offline=True), config, sharers=workers)
+        tokenizer = load_tokenizer(checkpoint, offline=True)
+        engine = load_single(checkpoint, tokenizer, config, sharers=workers, pooler=pooler)
     except Exception as error:
         connection.send(error if isinstance(error, BatchrunError) else BatchrunError(f"an engine worker: {error!r}"))
         return
@@ -93,7 +101,7 @@ def serve(
         pass  # the job is gone, or ends
 
 
-def _obey(connection: Connection, engine: Engine) -> bool:
+def _obey(connection: Connection, engine: Engine | Encoder) -> bool:
     """Carry out what has been ordered; with nothing to do, wait for an order. False: close."""
     while connection.poll(0 if engine.has_work() else None):
         order, what = connection.recv()

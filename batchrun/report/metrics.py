@@ -51,6 +51,7 @@ STEPS = pa.schema(
         "hit_rate": pa.float32(),
         "ideal_hit_rate": pa.float32(),
         "preemptions": pa.int64(),
+        "padding": pa.int32(),
     }
 )
 
@@ -78,6 +79,8 @@ class Metrics:
         self.finish_reasons: Counter[str] = Counter()
         self.error_types: Counter[str] = Counter()
         self.engine_seconds = 0.0
+        self.computed_tokens = 0
+        self.padding = 0
         self.last_step: StepStats | None = None
         self._first_step: float | None = None
         self._origin = time.perf_counter()
@@ -138,6 +141,8 @@ class Metrics:
         self.engine_seconds = now - self._first_step
         self.last_step = step
         self.forced_tokens += step.forced
+        self.computed_tokens += step.tokens
+        self.padding += step.padding
         if self.config.report.metrics:
             values = {"at_s": now - self._origin, **dataclasses.asdict(step)}
             self._table("steps", STEPS).add({name: [values[name]] for name in STEPS.names})
@@ -165,6 +170,7 @@ class Metrics:
             "forced_share": round(self.forced_tokens / max(self.completion_tokens, 1), 4),
             "hit_rate": round(self.last_step.hit_rate, 4) if self.last_step else None,
             "ideal_hit_rate": round(self.last_step.ideal_hit_rate, 4) if self.last_step else None,
+            "padding": round(self.padding / max(self.computed_tokens + self.padding, 1), 4),
             "rows_per_s": round(self.rows * per_second, 3),
             "total_tokens_per_s": round((self.prompt_tokens + self.completion_tokens) * per_second, 1),
             "completion_tokens_per_s": round(self.completion_tokens * per_second, 1),

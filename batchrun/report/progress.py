@@ -64,7 +64,9 @@ class Progress:
     def update(self, result: RowResult) -> None:
         """A row is finished."""
         self.done += 1
-        self.tokens += 0 if result.deduplicated else result.completion_tokens
+        if not result.deduplicated:
+            # Tasks that complete no text are as fast as they read.
+            self.tokens += result.completion_tokens if result.values is None else result.prompt_tokens
         self.errors += result.status == "error"
         if self._bar is not None:
             self._bar.set_postfix_str(self._postfix(), refresh=False)

@@ -41,14 +41,16 @@ def print_summary(output: Output, done: np.ndarray, metrics: Metrics) -> None:
         if skipped := metrics.statuses["skipped"]:
             print(f"{'skipped':<14}{skipped:,}")
         if metrics.deduplicated:
-            print(f"{'deduplicated':<14}{metrics.deduplicated:,} rows have the prompt of another and its completion")
+            print(f"{'deduplicated':<14}{metrics.deduplicated:,} rows have the prompt of another and its result")
         print(f"{'prompt':<14}{metrics.prompt_tokens:,} tokens, {metrics.cached_tokens:,} of them cached")
-        forced = f", {totals['forced_share']:.0%} of them forced by their form" if metrics.forced_tokens else ""
-        print(f"{'output':<14}{metrics.completion_tokens:,} tokens{forced}")
-        print(
-            f"{'speed':<14}{totals['completion_tokens_per_s']:,} output tokens/s, "
-            f"{totals['total_tokens_per_s']:,} tokens/s in all, {totals['engine_s']:,} s"
-        )
+        speed = f"{totals['total_tokens_per_s']:,} tokens/s in all, {totals['engine_s']:,} s"
+        if output.schema.task_types is None:
+            forced = f", {totals['forced_share']:.0%} of them forced by their form" if metrics.forced_tokens else ""
+            print(f"{'output':<14}{metrics.completion_tokens:,} tokens{forced}")
+            speed = f"{totals['completion_tokens_per_s']:,} output tokens/s, {speed}"
+        else:
+            speed = f"{totals['rows_per_s']:,} rows/s, {speed}"
+        print(f"{'speed':<14}{speed}" + (f", {totals['padding']:.1%} padding" if metrics.padding else ""))
     else:
         print(f"all {rows:,} rows were there already: nothing was computed")
     print(f"{'parts':<14}{folder}")

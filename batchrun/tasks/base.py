@@ -6,7 +6,8 @@ import hashlib
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +15,10 @@ import pyarrow as pa
 from batchrun.config import Config
 from batchrun.data.continuations import Continuations
 from batchrun.data.outputs import RowResult
+from batchrun.data.prompts import PromptBuilder
+from batchrun.engine.checkpoint import Checkpoint
 from batchrun.engine.params import Completion, Request
+from batchrun.engine.pooler import Pooler
 from batchrun.row import Row
 from batchrun.turns import turn_columns
 
@@ -28,17 +32,33 @@ class Task(ABC):
     """
 
     # What the task adds to each output row, as Arrow types by column name. None: a completion, and what it is parsed
-    # to. A row's values for them are in RowResult.values, by the same names, as what JSON can hold.
-    columns: ClassVar[dict[str, pa.DataType] | None] = None
-
-    # Tokens that may be generated after a prompt, for which the window must have room.
-    max_tokens: int = 0
+    # to. A row's values for them are in RowResult.values, by the same names: what JSON can hold, or arrays of float32.
+    columns: dict[str, pa.DataType] | None = None
+    purpose = "generate"  # what the model is loaded for, as in engine/support.py
+    pooler: Pooler | None = None  # what an Encoder makes of texts; None: the engine is one that generates
+    max_tokens = 0  # that may be generated after a prompt, for which the window must have room
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.prompt_names = list(config.prompt.prompts)
         # What a task with a completion adds beside it, in the same way.
         self.more_columns = turn_columns(config.prompt)
+        self.max_length = 0  # tokens of the longest prompt and completion; known once prepared
+
+    def prepare(self, checkpoint: Checkpoint, tokenizer: Any) -> None:
+        """Take what has to be known of the model's files. Raises ConfigError for what does not fit them."""
+        self.max_length = checkpoint.max_model_len
+
+    def prompts(self, tokenizer: Any, schema: pa.Schema, folders: Sequence[Path]) -> PromptBuilder:
+        """What makes prompts of rows. Raises InputError."""
+        longest = self.longest_prompt(self.max_length)
+        return PromptBuilder(
+            self.config.prompt, tokenizer, schema, longest, folders, self.max_tokens, self.continuations(schema)
+        )
+
+    def identity(self) -> dict[str, Any]:
+        """For the fingerprint, what decides the results in the place of an `auto` or of a file, by dotted key."""
+        return {}
 
     def continuations(self, schema: pa.Schema) -> Continuations | None:
         """What is scored after each row's prompt, by the columns of the input. Raises ConfigError, InputError."""
@@ -56,10 +76,6 @@ class Task(ABC):
     @abstractmethod
     def result(self, row: Row, completions: Sequence[Completion]) -> RowResult:
         """What the answers come to. All are there, and any of them may have failed (see `row_result`)."""
-
-    def identity(self) -> dict[str, Any]:
-        """Settings that only point to texts, in files, with the texts in their place: for the fingerprint."""
-        return {}
 
     def repeatable(self, row: Row, requests: Sequence[Request]) -> bool:
         """Whether equal requests have equal answers, so that rows which make them need be asked only once."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import pyarrow as pa
 
@@ -17,8 +16,11 @@ from batchrun.tasks.base import Task, row_result
 PROBABILITY = pa.struct([("label", pa.string()), ("probability", pa.float64()), ("log_likelihood", pa.float64())])
 
 
+COLUMNS = {"label": pa.string(), "margin": pa.float64(), "probabilities": pa.list_(PROBABILITY)}
+
+
 class Choose(Task):
-    columns: ClassVar = {"label": pa.string(), "margin": pa.float64(), "probabilities": pa.list_(PROBABILITY)}
+    columns = COLUMNS
 
     def continuations(self, schema: pa.Schema) -> Continuations:
         return Labels(self.config.choose, self.config.prompt, schema)

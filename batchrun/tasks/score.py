@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import ClassVar
 
 import pyarrow as pa
 
@@ -16,14 +15,16 @@ from batchrun.engine.scoring import windows
 from batchrun.row import Row
 from batchrun.tasks.base import Task, row_result
 
+COLUMNS = {
+    "log_likelihood": pa.float64(),
+    "num_tokens": pa.int32(),
+    "perplexity": pa.float64(),
+    "is_greedy": pa.bool_(),
+}
+
 
 class Score(Task):
-    columns: ClassVar = {
-        "log_likelihood": pa.float64(),
-        "num_tokens": pa.int32(),
-        "perplexity": pa.float64(),
-        "is_greedy": pa.bool_(),
-    }
+    columns = COLUMNS
 
     def continuations(self, schema: pa.Schema) -> Continuations | None:
         template = self.config.score.continuation
