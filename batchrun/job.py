@@ -52,7 +52,7 @@ class Job:
         settings["model.tokenizer"] = tokenizer_identity(self.tokenizer)
         settings["output.columns"] = self.config.output.columns or self.source.schema.names
         # Of texts that may lie in files the content counts, not the place.
-        for key in ("prompt.template_file", "prompt.chat_template"):
+        for key in ("prompt.template_file", "prompt.chat_template", "prompt.tools"):
             settings.pop(key)
         return settings | self.prompts.identity() | self.task.identity()
 

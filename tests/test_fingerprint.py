@@ -35,6 +35,7 @@ def one(key: str, value: Any, named: str = "") -> Changed:
 
 
 # By leaf. What a text file holds counts, not where it lies, so some are named otherwise.
+TOOLS: dict[str, Any] = {"prompt.chat_template": CHAT + "{{ tools }}", "prompt.tools": [{"name": "look"}]}
 MARKERS: dict[str, Any] = {"reasoning.start": "w50", "reasoning.end": "w60"}
 IDENTITY: dict[str, Changed] = {
     "task": Changed({"task": "choose", "choose.labels": ["w4", "w5"]}),
@@ -110,6 +111,8 @@ IDENTITY: dict[str, Changed] = {
     "prompt.prefill": one("prompt.prefill", "w9"),
     "prompt.chat_template": one("prompt.chat_template", CHAT + "w4", "prompt.chat_template (text)"),
     "prompt.chat_template_kwargs": one("prompt.chat_template_kwargs", {"thinking": False}),
+    "prompt.tools": Changed(TOOLS, "prompt.tools (text)"),
+    "prompt.tools_column": Changed({"prompt.chat_template": CHAT + "{{ tools }}", "prompt.tools_column": "text"}),
     "prompt.overlong": one("prompt.overlong", "skip"),
     "prompt.reserve_tokens": one("prompt.reserve_tokens", 9),
     "prompt.on_empty": one("prompt.on_empty", "skip"),

@@ -111,6 +111,7 @@ class Config:
         sources = (prompt.template, prompt.template_file, prompt.messages, prompt.prompt_ids, prompt.prompts or None)
         if all(value is None for value in sources):
             prompt.messages = "messages"
+            prompt.tools_column = prompt.tools_column or "tools"
         if prompt.params is None:
             prompt.params = "params"
         for key, columns in (("input.columns", self.input.columns), ("output.columns", self.output.columns)):

@@ -47,6 +47,14 @@ class PromptConfig:
     prefill: str | None = setting(None, "text that the answer starts with (a Jinja2 template too)", identity=True)
     chat_template: str | None = setting(None, "chat template text, or a file, in place of the model's", identity=True)
     chat_template_kwargs: dict[str, Any] = setting({}, "extra variables for the chat template", identity=True)
+    tools: Any = setting(
+        None,
+        "schemas of functions that the chat template shows: a list, or a JSON file with one",
+        identity=True,
+    )
+    tools_column: str | None = setting(
+        None, "column with a row's own tools, in place of these: JSON text of a list, or a list", identity=True
+    )
     overlong: str = setting(
         "error",
         "what becomes of a prompt that is too long: error, skip, or truncate_left, _right or _middle to cut its text",
@@ -84,6 +92,10 @@ class PromptConfig:
                 raise ConfigError(
                     f"prompt.examples has {dict(example)}: each example needs the keys user and assistant, and no other"
                 )
+        if self.tools is not None and not isinstance(self.tools, (str, list)):
+            raise ConfigError(f"prompt.tools={self.tools!r} must be a list of schemas, or a JSON file with one")
+        if (self.tools is not None or self.tools_column) and (self.kind == "completion" or self.prompt_ids):
+            raise ConfigError("prompt.tools and prompt.tools_column are shown by a chat template: use prompt.kind=chat")
         if self.kind == "completion" and (self.system or self.examples or self.messages or self.chat_template):
             raise ConfigError(
                 "prompt.kind=completion sends the text as it is: put system text and examples "

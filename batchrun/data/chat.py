@@ -9,11 +9,13 @@ from typing import Any
 from batchrun.config import PromptConfig
 from batchrun.data.messages import Message, message
 from batchrun.data.templates import read_text
+from batchrun.data.tools import Tools
 from batchrun.errors import InputError
 
 RESERVED_KWARGS = {
     "conversation",
     "chat_template",
+    "tools",
     "add_generation_prompt",
     "continue_final_message",
     "tokenize",
@@ -43,10 +45,14 @@ class ChatTemplate:
         if reserved:
             raise InputError(f"prompt.chat_template_kwargs cannot set {', '.join(reserved)}: batchrun sets them itself")
 
-    def render(self, messages: list[Message]) -> str:
-        """The conversation, up to the point where the answer begins. Raises whatever the template raises."""
+    def render(self, messages: list[Message], tools: Tools | None = None) -> str:
+        """The conversation, up to the point where the answer begins. Raises whatever the template raises, ValueError
+        for tools that it would not show."""
+        if tools and "tools" not in self.text:
+            raise ValueError("it shows the model no tools: set another with prompt.chat_template")
         text: str = self.tokenizer.apply_chat_template(
             messages,
+            tools=tools,
             chat_template=self.text,
             tokenize=False,
             add_generation_prompt=self.generation_prompt,
@@ -54,11 +60,11 @@ class ChatTemplate:
         )
         return text
 
-    def check(self, has_system: bool, examples: list[Message]) -> None:
+    def check(self, has_system: bool, examples: list[Message], tools: Tools | None = None) -> None:
         """Render a conversation of the job's shape. Raises InputError with the template's own words if it refuses."""
         system = [message("system", "text")] if has_system else []
         try:
-            self.render([*system, *examples, message("user", "text")])
+            self.render([*system, *examples, message("user", "text")], tools)
         except Exception as error:
             remedy = "; if it takes no system message, move prompt.system into the template" if has_system else ""
             raise InputError(f"the chat template refuses a trial conversation: {reason(error)}{remedy}") from error

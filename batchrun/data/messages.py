@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchrun.data.values import is_blank
+from batchrun.data.values import is_blank, without_nulls
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 SYSTEM_ROLES = ("system", "developer")
@@ -82,11 +82,32 @@ def _parse_message(number: int, message: Any) -> Message:
     if not isinstance(message, dict):
         raise ValueError(f"message {number} is not an object with role and content")
     present = {key: item for key, item in message.items() if item is not None}
+    if present.get("tool_calls"):
+        present["tool_calls"] = _parse_calls(number, present["tool_calls"])
+        if "content" in message:
+            present.setdefault("content", None)  # templates tell it from no content
     role = present.get("role")
     if role not in ROLES:
         raise ValueError(f"message {number} has role {role!r}; it must be one of {', '.join(ROLES)}")
     if "content" not in present and not present.get("tool_calls"):
         raise ValueError(f"message {number} ({role}) has no content")
-    if not isinstance(present.get("content", ""), (str, list)):
+    if not isinstance(present.get("content"), (str, list, type(None))):
         raise ValueError(f"message {number} ({role}) has content that is neither text nor a list of parts")
     return present
+
+
+def _parse_calls(number: int, calls: Any) -> list[Any]:
+    """The tool calls of a message. Templates want the arguments as an object, where OpenAI has JSON text of one."""
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise ValueError(f"message {number} has tool_calls that are not a list of objects")
+    parsed = []
+    for call in without_nulls(calls):
+        function = call.get("function")
+        arguments = function.get("arguments") if isinstance(function, dict) else None
+        if isinstance(arguments, str):
+            try:
+                call = {**call, "function": {**function, "arguments": json.loads(arguments or "{}")}}
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"message {number} calls a tool with arguments that are not JSON: {error}") from error
+        parsed.append(call)
+    return parsed

@@ -22,6 +22,7 @@ SCHEMA = pa.schema(
         ("url", pa.string()),
         ("model", pa.string()),
         ("messages", pa.string()),
+        ("tools", pa.string()),
         ("params", PARAMS),
     ]
 )
@@ -35,7 +36,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),
     "top_logprobs": (0,),
     "response_format": ({"type": "text"},),  # others are structured outputs
-    "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
     "functions": ([],),
@@ -51,6 +51,8 @@ def parse_request(request: Mapping[str, Any]) -> tuple[dict[str, Any], str | Non
         row["model"] = _text(body.get("model"))
         if body.get("messages") is not None:
             row["messages"] = clean_text(json.dumps(body["messages"], ensure_ascii=False))
+        if body.get("tools") and body.get("tool_choice") != "none":
+            row["tools"] = clean_text(json.dumps(body["tools"], ensure_ascii=False))
     try:
         _check_request(request)
         row["params"] = _params(request["body"])
@@ -81,7 +83,7 @@ def _params(body: Mapping[str, Any]) -> dict[str, Any]:
     params: dict[str, Any] = {}
     for key, value in body.items():
         name = OTHER_NAMES.get(key, key)
-        if key in ("messages", "model") or key in WITHOUT_EFFECT or value is None:
+        if key in ("messages", "tools", "model") or key in WITHOUT_EFFECT or value is None:
             continue
         if name == STRUCTURED or (name in TYPES and key not in NEUTRAL):
             params[name] = value

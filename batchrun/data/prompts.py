@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -31,6 +32,7 @@ from batchrun.data.row_params import is_params_type, parse_params
 from batchrun.data.schemas import column_list
 from batchrun.data.templates import Template, read_text
 from batchrun.data.tokens import vocab_size
+from batchrun.data.tools import Tools, is_tools_type, job_tools, parse_tools
 from batchrun.data.values import clean_text, is_blank, to_python
 from batchrun.data.window import Window
 from batchrun.errors import ErrorType, InputError
@@ -69,6 +71,7 @@ class PromptBuilder:
         self.system = self._optional_template("system", config.system)
         self.prefill = self._optional_template("prefill", config.prefill)
         self.following = self._following_templates()
+        self.tools = job_tools(config.tools, template_folders)
         self.examples = [message(role, example[role]) for example in config.examples for role in ("user", "assistant")]
         self.continuations = continuations
         self._look_for_idle_variables()
@@ -83,7 +86,7 @@ class PromptBuilder:
         if config.kind == "chat" and config.prompt_ids is None:
             self.chat_template = ChatTemplate(config, tokenizer, template_folders)
             trial = [message("user", "text"), message("assistant", "text")] if config.turns else []
-            self.chat_template.check(self.system is not None, self.examples + trial)
+            self.chat_template.check(self.system is not None, self.examples + trial, self.tools)
 
     def identity(self) -> dict[str, str]:
         """Texts that settings only point to, for the fingerprint: the template file's and the chat template's."""
@@ -92,6 +95,8 @@ class PromptBuilder:
             texts["prompt.template_file (text)"] = self.template.text
         if self.chat_template is not None:
             texts["prompt.chat_template (text)"] = self.chat_template.text
+        if self.tools is not None:
+            texts["prompt.tools (text)"] = json.dumps(self.tools)
         return texts
 
     def build(self, batch: pa.RecordBatch) -> list[Prompt]:
@@ -184,6 +189,13 @@ class PromptBuilder:
                     f"prompt.prompt_ids sends ready token ids, so prompt.{' and prompt.'.join(ignored)} would not be "
                     "used: set the others to null"
                 )
+        if config.tools_column is not None:
+            found = self._type_of("prompt.tools_column", config.tools_column)
+            if not is_tools_type(found):
+                raise InputError(
+                    f"prompt.tools_column={config.tools_column} has type {found}: it must be JSON text of a list of "
+                    "schemas, or a list of them"
+                )
         if config.params is not None:
             found = self._type_of("prompt.params", config.params)
             if not is_params_type(found):
@@ -198,7 +210,8 @@ class PromptBuilder:
         return self.schema.field(column).type
 
     def _needed_columns(self) -> list[str]:
-        needed = {name for name in (self.config.messages, self.config.prompt_ids, self.config.params) if name}
+        config = self.config
+        needed = {name for name in (config.messages, config.prompt_ids, config.params, config.tools_column) if name}
         for template in (*self._templates(), self.continuations):
             needed |= set(template.columns if template else ())
         return [name for name in self.schema.names if name in needed]
@@ -242,9 +255,9 @@ class PromptBuilder:
             return clean_text(given[0]["content"]), lambda body: clean_text(body + prefill)
         given += self._turns(row, prefill, answers)
         turn = longest_turn(given)
-        messages = self._conversation(given, row)
+        messages, tools = self._conversation(given, row), self._row_tools(row)
         body = clean_text(turn["content"]) if turn else ""
-        return body, lambda body: clean_text(self._rendered(messages, turn, body) + prefill)
+        return body, lambda body: clean_text(self._rendered(messages, turn, body, tools) + prefill)
 
     def _turns(self, row: dict[str, Any], prefill: str, answers: Sequence[str]) -> list[Message]:
         """What was said after the first prompt: each answer, and what the user says to it."""
@@ -268,11 +281,11 @@ class PromptBuilder:
             return [message("user", self._named_body(row, answers))]
         return [message("user", self._body(row))] if self.template else self._column_messages(row)
 
-    def _rendered(self, messages: list[Message], turn: Message | None, body: str) -> str:
+    def _rendered(self, messages: list[Message], turn: Message | None, body: str, tools: Tools | None) -> str:
         """The conversation with another text in place of one turn's."""
         assert self.chat_template is not None, "only chats have messages"
         try:
-            return self.chat_template.render([{**m, "content": body} if m is turn else m for m in messages])
+            return self.chat_template.render([{**m, "content": body} if m is turn else m for m in messages], tools)
         except Exception as error:
             raise RowError("template_error", f"chat template: {reason(error)}") from error
 
@@ -308,6 +321,14 @@ class PromptBuilder:
         if self.config.on_empty != "send" and all(is_empty(message) for message in messages):
             raise RowError("empty_prompt", f"column {column}: no message has text")
         return messages
+
+    def _row_tools(self, row: dict[str, Any]) -> Tools | None:
+        """The row's own tools, or the job's."""
+        column = self.config.tools_column
+        try:
+            return (parse_tools(row[column]) if column else None) or self.tools
+        except ValueError as error:
+            raise RowError("invalid_row", f"column {column}: {error}") from error
 
     def _params(self, value: Any) -> dict[str, Any]:
         try:

@@ -20,6 +20,13 @@ def is_blank(value: Any) -> bool:
     return not value.strip() if isinstance(value, str) else value is None or value in ([], {})
 
 
+def without_nulls(value: Any) -> Any:
+    """Without the keys that an Arrow struct has and the value that it was made from has not."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
 def to_python(array: pa.Array) -> list[Any]:
     """One Python object a row. A value that Python cannot hold (a year 20000, broken UTF-8) is a ValueError instead.
 

@@ -72,7 +72,7 @@ def test_reserved_kwargs(key: str) -> None:
 def test_parsed_messages_keep_other_keys_and_drop_nulls() -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"id": 1}], "name": None}
     parts = {"role": "user", "content": [{"type": "text", "text": "hi"}]}
-    assert parse_messages([call, parts]) == [{"role": "assistant", "tool_calls": [{"id": 1}]}, parts]
+    assert parse_messages([call, parts]) == [{"role": "assistant", "content": None, "tool_calls": [{"id": 1}]}, parts]
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,14 @@ def test_columns_of_a_request(tmp_path: Path) -> None:
     assert "why" not in first
 
 
+def test_tools_of_a_request(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    lines = [request("a", tools=tools, tool_choice="auto"), request("b", tools=tools, tool_choice="none"), request("c")]
+    rows = rows_of(opened(write_lines(tmp_path / "r.jsonl", lines), format="openai"))
+    assert [row["tools"] and json.loads(row["tools"]) for row in rows] == [tools, None, None]
+    assert all("why" not in row for row in rows)
+
+
 def test_penalties_and_biases_of_a_request(tmp_path: Path) -> None:
     body = {"presence_penalty": 0.5, "frequency_penalty": -1, "logit_bias": {"50": -100, "7": 3}, "logprobs": False}
     path = write_lines(tmp_path / "r.jsonl", [request("one", **body), request("two", logit_bias={})])
@@ -54,7 +62,7 @@ def test_penalties_and_biases_of_a_request(tmp_path: Path) -> None:
         (request(messages=None), "line 2: body.messages is missing"),
         (request(stream=True), "line 2: body.stream=true is not supported"),
         (request(n=2), "line 2: body.n=2 is not supported"),
-        (request(tools=[{"type": "function"}]), "line 2: body.tools="),
+        (request(tool_choice="required"), "line 2: body.tool_choice="),
         (request(temperature=-1), "line 2: sampling.temperature=-1"),
         (request(max_tokens=1.5), "line 2: max_tokens=1.5 is not int"),
         (request(logprobs=True), "line 2: body.logprobs=true is not supported"),
