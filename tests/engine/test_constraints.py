@@ -188,14 +188,14 @@ def test_either_end_is_allowed_where_the_form_may_end(speller: Path) -> None:
     for end in ENDS:
         llm = load(speller)
         engine = engine_of(llm)
-        forward = engine.model.forward
+        model_logits = engine.model.logits
 
-        def prefers(batch: Any, forward: Any = forward, end: int = end) -> Any:
-            logits = forward(batch).clone()
+        def prefers(hidden: Any, index: Any, model_logits: Any = model_logits, end: int = end) -> Any:
+            logits = model_logits(hidden, index).clone()
             logits[:, end] = 1e4
             return logits
 
-        engine.model.forward = prefers  # type: ignore[method-assign]
+        engine.model.logits = prefers  # type: ignore[method-assign]
         (done,) = llm.generate([PROMPTS[0]], asked(StructuredOutputs(regex="[ab]{2}[a-z]*")))
         assert done.token_ids[-1] == end
         assert (done.finish_reason, done.stop_reason) == ("stop", end)
@@ -255,8 +255,8 @@ def test_a_form_that_cannot_be_used_is_the_rows_own_error(llm: LLM) -> None:
 def test_a_row_whose_form_leaves_no_token_fails_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Something else took away all that the form allows: the row says so, and ends."""
     engine = engine_of(llm)
-    forward = engine.model.forward
-    monkeypatch.setattr(engine.model, "forward", lambda batch: torch.full_like(forward(batch), float("-inf")))
+    logits = engine.model.logits
+    monkeypatch.setattr(engine.model, "logits", lambda *asked: torch.full_like(logits(*asked), float("-inf")))
     (done,) = llm.generate([PROMPTS[0]], asked(FORMS["regex"]))
     assert (done.finish_reason, done.error_type) == ("error", "constraint_error")
     assert done.error
