@@ -1,4 +1,4 @@
-"""`mode=bench`: engines side by side, the scheduler alone, all but the engine, or one claim a line."""
+"""`mode=bench`: engines side by side, the scheduler alone, all but the engine, forms, or one claim a line."""
 
 from __future__ import annotations
 
@@ -24,6 +24,10 @@ def run(config: Config) -> int:
         from batchrun.bench import pipeline
 
         return pipeline.run(config)
+    if config.bench.kind == "structure":
+        from batchrun.bench import structure
+
+        return structure.run(config)
     return run_engines(config)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from batchrun.config.base import in_range, one_of, setting, strings
 
-BENCH_KINDS = ("engines", "scheduler", "pipeline", "article")
+BENCH_KINDS = ("engines", "scheduler", "pipeline", "article", "structure")
 
 
 @dataclass
@@ -16,7 +16,8 @@ class BenchConfig:
 
     kind: str = setting(
         "engines",
-        "engines: side by side; scheduler: host time of a step; pipeline: the rest; article: one claim a line",
+        "engines: side by side; scheduler: host time of a step; pipeline: the rest; structure: forms beside free text; "
+        "article: one claim a line",
         identity=False,
     )
     engines: Any = setting(

@@ -67,10 +67,14 @@ class Masks:
         self._rows = rows
         self._forbidden = forbidden
 
+    def wait(self) -> np.ndarray:
+        """The masks, uint8 [K, ceil(V / 8)] with the lowest bit first: 1 for a token that is not allowed."""
+        return self._forbidden.result()
+
     @torch.inference_mode()
     def apply(self, logits: torch.Tensor) -> None:
         """Set the logits of forbidden tokens to -inf in place, in the constrained ones of the rows (float [K, V])."""
-        bits = torch.from_numpy(self._forbidden.result())
+        bits = torch.from_numpy(self.wait())
         forbidden = _unpacked(bits, logits.shape[1], logits.device)
         if len(self._rows) == len(logits):
             logits.masked_fill_(forbidden, float("-inf"))
@@ -116,7 +120,6 @@ class Constraints:
         return Masks(rows, self._thread.submit(self._fill, [c.matcher for c in constraints]))
 
     def _fill(self, matchers: Sequence[LLMatcher]) -> np.ndarray:
-        """uint8 [n, ceil(V / 8)], lowest bit first: 1 for a token that is not allowed."""
         assert self._words is not None
         assert self._executor is not None
         allowed = np.zeros((len(matchers), -(-self._words.vocab_size // 32)), dtype=np.int32)
