@@ -30,6 +30,7 @@ class Trip:
     rows: list[Row]
     completions: list[Completion | None]
     twin: Hashable | None  # what equal rows have in common: all that their requests hold; None: not looked for
+    attempts: int = 1
 
 
 class Flight:
@@ -82,9 +83,7 @@ class Flight:
         trip = Trip([row], [None] * len(requests), twin)
         if twin is not None:
             self._leaders[twin] = trip
-        for place, request in enumerate(requests):
-            request.key = next(self._keys)
-            self._trips[request.key] = trip, place
+        self._register(trip, requests)
         self._waiting += 1
         return requests
 
@@ -97,8 +96,14 @@ class Flight:
         if len(completions) < len(trip.completions):
             return
         first = trip.rows[0]
+        if requests := self.task.again(first, completions, trip.attempts):
+            trip.attempts, trip.completions = trip.attempts + 1, [None] * len(requests)
+            self._register(trip, requests)
+            yield first, requests
+            return
         self._waiting -= len(trip.rows)
         result = self.task.result(first, completions)
+        result.attempts = trip.attempts
         if trip.twin is not None:
             del self._leaders[trip.twin]
             if result.status == "ok":
@@ -118,6 +123,11 @@ class Flight:
             row.prompt = prompt
             return None
         return conversation(row.answered, self.task.prompt_names)
+
+    def _register(self, trip: Trip, requests: list[Request]) -> None:
+        for place, request in enumerate(requests):
+            request.key = next(self._keys)
+            self._trips[request.key] = trip, place
 
 
 def _content(request: Request) -> Hashable:

@@ -71,6 +71,8 @@ def run(config: Config) -> int:
     built = (job.prompts.build(batch) for _, _, batch in job.read(np.arange(job.plan.num_chunks), job.prompts.columns))
     prompts = [p.ids for p in islice((p for batch in built for p in batch if p.error_type is None), config.bench.rows)]
     engine = load_single(job.checkpoint, job.tokenizer, config.engine)
+    if not isinstance(engine, Engine):
+        raise ConfigError(f"model={config.model.path} completes no text: bench=structure needs one that does")
     print(f"{machine_name()}: {len(prompts):,} rows by structure.{form.kind}, {torch.get_num_threads()} threads\n")
     costs = measure(engine, prompts, form, config.sampling.max_tokens)
     print("\n".join(align(_lines(costs))))

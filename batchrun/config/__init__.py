@@ -96,6 +96,15 @@ class Config:
             self.output.completion = last
         if self.retry and self.output.overwrite:
             raise ConfigError("retry keeps an output and output.overwrite=true replaces it: set one of them")
+        if self.output.retry_invalid and sampling.temperature == 0:
+            raise ConfigError(
+                f"output.retry_invalid={self.output.retry_invalid} would get the same completion again, as sampling is "
+                "greedy: set sampling.temperature above 0"
+            )
+        if self.output.retry_invalid and (self.prompt.turns or self.prompt.prompts):
+            raise ConfigError(
+                "output.retry_invalid asks for one completion again: prompt.turns and prompts have several"
+            )
         if self.structure.given and self.task != "generate":
             raise ConfigError(
                 f"structure.{self.structure.given[0]} is the form of completions, and task={self.task} makes none"

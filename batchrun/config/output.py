@@ -28,6 +28,9 @@ class OutputConfig:
         identity=False,
     )
     parsed: str = setting("parsed", "name of that column", identity=False)
+    retry_invalid: int = setting(
+        0, "ask up to so many times again, with other seeds, where a completion does not parse", identity=True
+    )
     derived: dict[str, str] = setting(
         {},
         "columns of text, by name: templates over the columns of an output row, for verdicts, votes and the like",
@@ -56,6 +59,9 @@ class OutputConfig:
             raise ConfigError("output.schema describes JSON: set output.parse=json too, or output.schema=null")
         if self.schema is not None and not isinstance(self.schema, (str, dict)):
             raise ConfigError(f"output.schema={self.schema!r} must be a JSON Schema, or a file with one")
+        in_range("output.retry_invalid", self.retry_invalid, 0)
+        if self.retry_invalid and self.parse == "none":
+            raise ConfigError("output.retry_invalid asks again for what does not parse: set output.parse=json too")
         if not self.parsed:
             raise ConfigError("output.parsed is empty: name the column for the parsed completion")
         in_range("output.journal_seconds", self.journal_seconds, 0.01)

@@ -28,6 +28,7 @@ SOURCE_ROW = "source_row"
 SAMPLE = "sample"
 PARSING = b"batchrun.parsing"  # in a part's footer: the settings of its parser
 COUNTS = b"batchrun.counts"  # in a part's footer: its failed rows by error_type
+ATTEMPTS = "attempts"
 RESULT_TYPES: dict[str, pa.DataType] = {
     COMPLETION: pa.string(),
     "finish_reason": pa.string(),
@@ -39,6 +40,7 @@ RESULT_TYPES: dict[str, pa.DataType] = {
     "cached_tokens": pa.int32(),
     "completion_tokens": pa.int32(),
     "max_tokens": pa.int32(),
+    ATTEMPTS: pa.int32(),
     SOURCE_FILE: pa.string(),
     SOURCE_ROW: pa.int64(),
     SAMPLE: pa.int32(),
@@ -48,7 +50,13 @@ RESULT_TYPES: dict[str, pa.DataType] = {
     "deduplicated": pa.bool_(),
     "run": pa.string(),
 }
-OF_COMPLETIONS = (COMPLETION, "completion_tokens", "max_tokens", "first_token_s")  # no columns where no text is made
+OF_COMPLETIONS = (
+    COMPLETION,
+    "completion_tokens",
+    "max_tokens",
+    "first_token_s",
+    ATTEMPTS,
+)  # no columns where no text is made
 
 
 @dataclass(slots=True)
@@ -76,6 +84,7 @@ class RowResult:
     # Of the columns that a task has in place of a completion: what JSON can hold, or arrays of float32; None: all null.
     values: dict[str, Any] | None = None
     sample: int = 0
+    attempts: int = 1  # times that the row was asked; the result is the last one's
 
 
 class OutputSchema:
@@ -120,6 +129,8 @@ class OutputSchema:
             self.types = task_types | {key: type for key, type in RESULT_TYPES.items() if key not in OF_COMPLETIONS}
         if samples == 1:
             del self.types[SAMPLE]
+        if not config.retry_invalid:
+            self.types.pop(ATTEMPTS, None)
         given = {COMPLETION: config.completion, PARSED: config.parsed}
         self.names = {key: config.prefix + given.get(key, key) for key in self.types}
         _check_names(config, list(self.names.values()), self.kept)

@@ -77,6 +77,11 @@ class Task(ABC):
     def result(self, row: Row, completions: Sequence[Completion]) -> RowResult:
         """What the answers come to. All are there, and any of them may have failed (see `row_result`)."""
 
+    def again(self, row: Row, completions: Sequence[Completion], attempt: int) -> list[Request]:
+        """Requests to make in place of these completions, which are those of the attempt of this number, from 1 on;
+        none if the completions are to be taken."""
+        return []
+
     def repeatable(self, row: Row, requests: Sequence[Request]) -> bool:
         """Whether equal requests have equal answers, so that rows which make them need be asked only once."""
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -10,6 +11,7 @@ import pyarrow as pa
 from batchrun.config import Config, ReasoningConfig
 from batchrun.data.logprobs import logprob_columns, logprob_values
 from batchrun.data.outputs import RowResult
+from batchrun.data.parsing import Parser
 from batchrun.data.row_params import row_sampling
 from batchrun.engine.engine import row_seed, sample_seed
 from batchrun.engine.params import Completion, Request, SamplingParams, sampling_params
@@ -27,6 +29,8 @@ class Generate(Task):
         self.max_tokens = config.sampling.max_tokens
         self.sampling = RowSampling(config)
         self.with_logprobs = config.sampling.logprobs is not None
+        self.retries = config.output.retry_invalid
+        self.parser = Parser(config.output) if self.retries else None
         if self.sampling.reasoning is not None:
             self.more_columns = self.more_columns | THINKING
         self.more_columns = self.more_columns | logprob_columns(self.with_logprobs)
@@ -57,9 +61,27 @@ class Generate(Task):
             values |= logprob_values(*completion.logprobs)
         return values or None
 
+    def again(self, row: Row, completions: Sequence[Completion], attempt: int) -> list[Request]:
+        """The same with another seed, for a completion that does not parse."""
+        (completion,) = completions
+        if self.parser is None or attempt > self.retries or completion.error_type is not None:
+            return []
+        (request,) = self.requests(row)
+        _, wrong = self.parser.parse(completion.text, completion.finish_reason)
+        # Greedy completions would come out the same.
+        if wrong is None or request.params.temperature == 0:
+            return []
+        request.params = replace(request.params, seed=row_seed(request.params.seed or 0, "attempt", attempt))
+        return [request]
+
     def identity(self) -> dict[str, Any]:
-        form = self.sampling.form
-        return {f"structure.{form.kind}": getattr(form, form.kind)} if form and form.kind in ("json", "grammar") else {}
+        form, texts = self.sampling.form, dict[str, Any]()
+        if form is not None and form.kind in ("json", "grammar"):
+            texts[f"structure.{form.kind}"] = getattr(form, form.kind)
+        if self.parser is not None:
+            # It says which completions are taken.
+            texts["output.schema (for output.retry_invalid)"] = self.parser.settings["output.schema"]
+        return texts
 
     def repeatable(self, row: Row, requests: Sequence[Request]) -> bool:
         return requests[0].params.temperature == 0 or self.sampling.by_content(row)

@@ -13,7 +13,7 @@ import pytest
 
 from batchrun import __version__
 from batchrun.config import InputConfig, OutputConfig
-from batchrun.data.outputs import RESULT_TYPES, SAMPLE, OutputSchema, RowResult
+from batchrun.data.outputs import ATTEMPTS, RESULT_TYPES, SAMPLE, OutputSchema, RowResult
 from batchrun.data.plan import Chunk
 from batchrun.data.sources import open_source
 from batchrun.data.store import Store
@@ -21,7 +21,8 @@ from batchrun.errors import InputError
 
 FINGERPRINT = "f" * 64
 OK = RowResult("good", "stop", prompt_tokens=7, cached_tokens=4, completion_tokens=1, total_s=0.5, run="run1")
-ADDED = {key: type for key, type in RESULT_TYPES.items() if key != SAMPLE}  # where rows have one sample
+# Where rows have one sample and are asked once.
+ADDED = {key: type for key, type in RESULT_TYPES.items() if key not in (SAMPLE, ATTEMPTS)}
 BAD = RowResult(None, "error", "error", "prompt_too_long", "99 tokens", prompt_tokens=99)
 
 TYPED = pa.table(

@@ -5,11 +5,13 @@ SmolLM2 is all full attention; Gemma 3 has a window of 512 tokens on most layers
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -23,6 +25,7 @@ from batchrun.engine.llm import LLM
 from batchrun.engine.params import Completion, Request, SamplingParams
 from batchrun.engine.sequence import Sequence
 from batchrun.engine.slots import Slots
+from batchrun.engine.structure import StructuredOutputs
 from tests.engine.families import assert_idle, engine_of
 
 NEAR_TIE = 1e-4  # logits: float32 rounding may choose either of two tokens that are closer
@@ -155,3 +158,37 @@ def test_perplexities_equal(pair: tuple[LLM, Any], texts: list[str]) -> None:
     ours, theirs = (np.exp(list(x)) for x in (paged_losses(llm, documents, 96), eager_losses(reference, documents)))
     assert ours == pytest.approx(theirs, rel=1e-3)
     assert 5 < theirs.max() < 200  # a model that reads English
+
+
+FORM = StructuredOutputs(
+    json={
+        "type": "object",
+        "properties": {
+            "product": {"type": ["string", "null"], "maxLength": 12},
+            "mood": {"enum": ["très bon", "日本語", "schlecht 🐈"]},
+            "scores": {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": 5}, "maxItems": 3},
+        },
+        "required": ["product", "mood", "scores"],
+        "additionalProperties": False,
+    }
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["smollm2", "gemma"])
+def test_completions_have_their_form(model: str, texts: list[str], request: pytest.FixtureRequest) -> None:
+    """Tokens of bytes and tokens of SentencePiece, whose tokenizer has a word more than the model has logits."""
+    if model == "gemma":
+        llm = request.getfixturevalue("gemma_llm")
+    else:
+        folder = request.getfixturevalue(model)
+        llm = LLM(str(folder), dtype="float32", device="cpu", offline=True, kv_cache_gib=0.25)
+    prompts = [f"As JSON with product, mood and scores: {text[:60]}\n" for text in texts[:4]]
+    params = [SamplingParams(max_tokens=90, temperature=heat, seed=7, structured_outputs=FORM) for heat in (0.0, 1.0)]
+    completions = [done for asked in params for done in llm.generate(prompts, asked)]
+    assert_idle(engine_of(llm))
+    for done in completions:
+        assert (done.finish_reason, done.error) == ("stop", None)
+        jsonschema.validate(json.loads(done.text), json.loads(str(FORM.json)))
+    steps = engine_of(llm).take_steps()
+    assert len(steps) < max(len(done.token_ids) for done in completions) * 2
