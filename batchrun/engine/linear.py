@@ -39,7 +39,7 @@ class PackedLinear(torch.nn.Module):
         if self.packed:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_ROWS)
         self.weight = weight
-        self.own_rows = 0  # most rows that our own kernel takes
+        self.own_rows = -1  # most rows that our own kernel takes; not even a step without any, where it takes none
         if self.packed and product.can_read(weight.dtype, self.out_features, self.in_features):
             self.own_rows = self._choose_rows()
 
@@ -86,12 +86,12 @@ class PackedLinear(torch.nn.Module):
         return out
 
     def _choose_rows(self) -> int:
-        """0 unless our kernel gives oneDNN's numbers: the packed layout is oneDNN's affair and may change."""
+        """-1 unless our kernel gives oneDNN's numbers: the packed layout is oneDNN's affair and may change."""
         x = torch.sin(torch.arange(PROBE_ROWS * self.in_features, dtype=torch.float32)).bfloat16()
         x = x.view(PROBE_ROWS, self.in_features)
         expected, ours = self(x).float(), self._own(x, None, product.NONE).float()
         if not float((ours - expected).norm()) <= PROBE_ERROR * float(expected.norm()):
-            return 0
+            return -1
         return ROWS_WITH_MATRIX_UNIT if product.has_matrix_unit() else MAX_ROWS
 
 

@@ -122,4 +122,6 @@ def test_packed_products_are_the_linears_side_by_side(dtype: torch.dtype, biases
         torch.testing.assert_close(packed(x).double(), exact, rtol=tolerance, atol=tolerance)
         torch.testing.assert_close(packed(x, add).double(), exact + add.double(), rtol=tolerance, atol=2 * tolerance)
         head = PackedHead(linears)
+        assert head(x[:0]).shape == (0, 16)  # of a step in which no row ends its prompt
+        assert packed(x[:0], add[:0]).shape == (0, 16)
         torch.testing.assert_close(head(x[None]).double(), exact[None], rtol=tolerance, atol=tolerance)

@@ -45,6 +45,7 @@ def test_products_are_those_of_the_rounded_numbers(
     linear = QuantizedLinear(weight, bias)
     rounded = (weight.float() / linear.scales[:, None]).round()
     path(linear, rounded.to(torch.int8))
+    assert linear(torch.empty(0, 70, dtype=dtype)).shape == (0, 100)  # a step in which no row ends its prompt
     for rows in (1, 6, 50):
         x, add = torch.randn(2, rows, 70).to(dtype), torch.randn(2, rows, 100).to(dtype)
         bytes_, steps = np.empty((2 * rows, 70), dtype=np.uint8), np.empty(2 * rows, dtype=np.float32)
