@@ -60,12 +60,20 @@ def write_batch_output(
 
 def _rows(parts: Sequence[Path], names: Mapping[str, str]) -> Iterator[dict[str, Any]]:
     keys = ("completion", "finish_reason", "error_type", "error", "prompt_tokens", "cached_tokens", "completion_tokens")
-    columns = {key: names.get(key, key) for key in keys} | {"custom_id": "custom_id"}
+    thinking = {key: names[key] for key in ("reasoning", "reasoning_tokens") if key in names}
+    columns = {key: names.get(key, key) for key in keys} | thinking | {"custom_id": "custom_id"}
     for part in parts:
         with pq.ParquetFile(part) as file:
             for batch in file.iter_batches(batch_size=READ_ROWS, columns=list(columns.values())):
                 values = [batch.column(name).to_pylist() for name in columns.values()]
                 yield from (dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True))
+
+
+def _message(row: Mapping[str, Any]) -> dict[str, Any]:
+    message = {"role": "assistant", "content": row["completion"], "refusal": None}
+    if row.get("reasoning") is not None:
+        message["reasoning_content"] = row["reasoning"]  # as servers of open models name it
+    return message
 
 
 def _response(rows: Sequence[Mapping[str, Any]], model: str, created: int) -> dict[str, Any]:
@@ -86,10 +94,13 @@ def _response(rows: Sequence[Mapping[str, Any]], model: str, created: int) -> di
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": answered[0]["cached_tokens"]},
     }
+    if "reasoning_tokens" in row:
+        tokens = sum(row["reasoning_tokens"] for row in answered)
+        usage["completion_tokens_details"] = {"reasoning_tokens": tokens}
     choices = [
         {
             "index": index,
-            "message": {"role": "assistant", "content": row["completion"], "refusal": None},
+            "message": _message(row),
             "logprobs": None,
             "finish_reason": row["finish_reason"],
         }

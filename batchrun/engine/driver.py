@@ -103,7 +103,11 @@ class Driver:
             self._order(self._shut)
             return
         if self.ended is None:
-            self.ask(self._shut)
+            try:
+                self.ask(self._shut)
+            except BatchrunError as error:
+                if error is not self.ended:  # else another thread was first
+                    raise
         self._thread.join()
 
     def _order(self, order: Callable[[], object]) -> None:
@@ -123,7 +127,11 @@ class Driver:
                     engine.take_steps()  # nobody here reads them, and an endless stream must not keep them
         except BaseException as error:
             # It may have been anywhere in a step: what it holds is not known any more.
-            self._end(BatchrunError(f"the engine has failed, and this LLM with it: {error or type(error).__name__}"))
+            failure = BatchrunError(
+                f"the engine has failed, and this LLM with it: {str(error) or type(error).__name__}"
+            )
+            failure.__cause__ = error
+            self._end(failure)
             with suppress(BatchrunError):
                 engine.close()
         self._wake = _nothing

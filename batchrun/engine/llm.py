@@ -271,7 +271,7 @@ class LLM:
                 "num_proc at None, and set `workers` of the LLM to use more cores or devices"
             )
         if self._driver.ended is not None:
-            raise BatchrunError(str(self._driver.ended))
+            raise BatchrunError(str(self._driver.ended)) from self._driver.ended.__cause__
         return self._driver
 
     def _stream(self, deltas: bool, stop_when: StopWhen | None) -> Stream:

@@ -72,6 +72,17 @@ def test_columns_under_other_names(folder: Path) -> None:
     assert lines_of(folder)[0]["response"]["body"]["choices"][0]["message"]["content"] == "hi é"
 
 
+def test_thinking_stands_beside_the_answer(folder: Path) -> None:
+    table = pq.read_table(write_part(folder / "0.parquet", [{"custom_id": name, **OK} for name in "ab"]))
+    table = table.append_column("reasoning", [["hm", None]]).append_column("reasoning_tokens", [[1, 0]])
+    pq.write_table(table, folder / "0.parquet")
+    write_batch_output(folder, ["0.parquet"], "tiny", {name: name for name in table.column_names})
+    a, b = (line["response"]["body"] for line in lines_of(folder))
+    assert a["choices"][0]["message"]["reasoning_content"] == "hm"
+    assert a["usage"]["completion_tokens_details"] == {"reasoning_tokens": 1}
+    assert "reasoning_content" not in b["choices"][0]["message"]
+
+
 def test_samples_of_a_request_are_its_choices(folder: Path) -> None:
     rows = [("a", OK), ("a", FAILED), ("b", FAILED), ("b", FAILED), ("c", OK), ("c", OK)]
     write_part(folder / "0.parquet", [{"custom_id": name, **values} for name, values in rows])

@@ -376,13 +376,14 @@ def test_garbage_collection_closes(llama: Path) -> None:
 def test_an_engine_that_fails_says_so_to_all(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = load(llama)
 
-    def fail(batch: Any) -> Any:
+    def fail() -> Any:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(engine_of(llm).model, "forward", fail)
+    monkeypatch.setattr(engine_of(llm).scheduler, "schedule", fail)
     for _ in range(2):
-        with pytest.raises(BatchrunError, match="the engine has failed, and this LLM with it: out of memory"):
+        with pytest.raises(BatchrunError, match="the engine has failed, and this LLM with it: out of memory") as caught:
             llm.generate([5, 6])
+        assert isinstance(caught.value.__cause__, RuntimeError)
 
 
 class TestAsync:
