@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
@@ -18,6 +19,8 @@ from batchrun.data.outputs import OutputSchema
 from batchrun.data.plan import Chunk
 from batchrun.data.prompt import Prompt
 from batchrun.engine.checkpoint import Checkpoint
+from batchrun.engine.kv_cache import blocks_for
+from batchrun.engine.kv_layout import KvLayout
 from batchrun.engine.memory import KvShape, kv_budget
 from batchrun.engine.model import choose_device, choose_dtype
 from batchrun.engine.support import encoder_class
@@ -141,18 +144,21 @@ def _print_memory(job: Job, sample: Sample) -> None:
     device = choose_device(job.config.model.device)
     dtype = choose_dtype(job.config.model.dtype, checkpoint, device)
     shape = KvShape.of(checkpoint.text_config, dtype)
-    window = job.task.max_length
-    per_token = shape.bytes_per_token
+    layout, longest = KvLayout.of(shape.layers), job.task.max_length
+    per_token, per_block = shape.bytes_per_token, layout.block_bytes(engine.block_size, dtype)
     print(f"{'KV cache':<12}{shape.formula()} = {per_token:,} bytes = {per_token / MIB:.3g} MiB a token")
+    for window, count in sorted(Counter(layer.window for layer in shape.layers if layer.window is not None).items()):
+        print(f"{'':<12}{count} of the {len(shape.layers)} layers keep the last {window:,} tokens only")
     for count in (1, 16):
-        print(f"{'':<12}{count} x {window:,} tokens take {count * window * per_token / GIB:.2f} GiB")
-    budget = kv_budget(engine, per_token, window, device)
-    tokens = int(budget // per_token)
-    per_row = int(sample.mean or window) + job.config.sampling.max_tokens
-    fit = min(engine.max_num_seqs, tokens // min(per_row, window))
+        blocks = count * blocks_for(layout.groups, engine.block_size, longest)
+        print(f"{'':<12}{count} x {longest:,} tokens take {blocks * per_block / GIB:.2f} GiB")
+    budget = kv_budget(engine, layout, dtype, longest, device)
+    per_row = min(int(sample.mean or longest) + job.config.sampling.max_tokens, longest)
+    room = int(budget // per_block) // blocks_for(layout.groups, engine.block_size, per_row)
+    fit = min(engine.max_num_seqs, room)
     print(
-        f"{'':<12}{budget / GIB:.2f} GiB on {device} hold {tokens:,} tokens: {fit:,} rows of {per_row:,} tokens "
-        f"at once (engine.max_num_seqs={engine.max_num_seqs})"
+        f"{'':<12}{budget / GIB:.2f} GiB on {device} hold {fit:,} rows of {per_row:,} tokens at once "
+        f"(engine.max_num_seqs={engine.max_num_seqs})"
     )
 
 

@@ -27,6 +27,22 @@ LLAMA_2_7B = {
 }
 
 
+GEMMA_3_1B = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "head_dim": 256,
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "sliding_window": 512,
+    "vocab_size": 262144,
+    "torch_dtype": "bfloat16",
+}
+
+
 @pytest.fixture
 def llama_2_7b(smollm2: Path, tmp_path: Path) -> Path:
     """The config of Llama-2-7B with another model's tokenizer, and no weights."""
@@ -51,6 +67,20 @@ def test_plan_shows_the_kv_cost_of_a_known_model(
     assert "rows-1.parquet: 150 rows" in shown
     assert "chunks      6 of up to 64 rows" in shown
     assert not (tmp_path / "out").exists()
+
+
+def test_plan_shows_what_layers_with_a_window_keep(
+    llama_2_7b: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (llama_2_7b / "config.json").write_text(json.dumps(GEMMA_3_1B))
+    source = write_input(tmp_path / "in", words(3))
+    changes = {"model__dtype": "bfloat16", "engine__kv_cache_gib": 1, "sampling__max_tokens": 8000}
+    dry.plan(job(llama_2_7b, source, tmp_path / "out", **changes))
+    shown = capsys.readouterr().out
+    assert "2 (K and V) x 26 layers x 1 KV heads x 256 dimensions x 2 bytes = 26,624 bytes" in shown
+    assert "22 of the 26 layers keep the last 512 tokens only" in shown
+    assert "1 x 32,768 tokens take 0.14 GiB" in shown
+    assert "1.00 GiB on cpu hold 23 rows of 8,100 tokens" in shown  # five if every layer kept all tokens
 
 
 def test_plan_counts_tokens_and_shared_prefixes(

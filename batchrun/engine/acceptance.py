@@ -110,14 +110,15 @@ def paged_logits(
     max_window: int | None = None,
 ) -> torch.Tensor:
     """float32 logits [rows, vocabulary] of the last token of each prompt, fed in steps of `chunk` tokens."""
-    per_row = -(-max(map(len, prompts)) // BLOCK_SIZE)
-    pages = backend(model.layers, per_row * len(prompts), BLOCK_SIZE, model.dtype, model.device)
+    per_row, groups = -(-max(map(len, prompts)) // BLOCK_SIZE), model.kv_layout.groups
+    per_table, tables = per_row * len(prompts), model.kv_layout.num_tables
+    pages = backend(model.layers, per_table * tables, BLOCK_SIZE, model.dtype, model.device)
     model.backend = pages if max_window is None else _NarrowAttention(pages, max_window)
-    slots = Slots(len(prompts), BLOCK_SIZE)
+    slots = Slots(len(prompts), BLOCK_SIZE, groups)
     # Blocks are dealt out backwards and across rows, so that no backend can rely on neighbours.
-    blocks = np.arange(per_row * len(prompts))[::-1].reshape(per_row, len(prompts)).T
+    blocks = np.arange(per_table * tables)[::-1].reshape(tables, per_row, len(prompts)).transpose(2, 0, 1)
     rows = [
-        slots.put(Sequence(Request(i, ids), 0, ids, len(ids), len(ids) + 1, [], 0.0), list(blocks[i]), 0)
+        slots.put(Sequence(Request(i, ids), 0, ids, len(ids), len(ids) + 1, [], 0.0), blocks[i].tolist(), 0)
         for i, ids in enumerate(prompts)
     ]
     last: dict[int, torch.Tensor] = {}

@@ -11,15 +11,16 @@ from batchrun.engine.slots import Slots
 
 @dataclass(slots=True)
 class Batch:
-    """R rows (sequences) with T query tokens in all. Rows with one query token come first."""
+    """R rows (sequences) with T query tokens in all. Rows with one query token come first. There are G block tables,
+    one for each part of the model's layers (see kv_layout.py)."""
 
     slots: np.ndarray  # int64 [R]
     token_ids: np.ndarray  # int64 [T]
     positions: np.ndarray  # int64 [T]
-    slot_mapping: np.ndarray  # int64 [T]: block * block_size + offset, where the KV of the token goes
+    slot_mapping: np.ndarray  # int64 [G, T]: block * block_size + offset, where the KV of the token goes
     query_starts: np.ndarray  # int64 [R + 1]
     seq_lens: np.ndarray  # int64 [R]: positions in the cache once this step is done
-    block_tables: np.ndarray  # int32 [R, B]
+    block_tables: np.ndarray  # int32 [G, R, B], HOLE for blocks that were given back
     num_decodes: int  # rows with a single query token
     sampled: np.ndarray  # int64 [K]: rows whose last query token needs logits
 
@@ -48,10 +49,10 @@ def make_batch(slots: Slots, rows: np.ndarray, query_lens: np.ndarray) -> Batch:
         slots=rows,
         token_ids=slots.token_ids[owner, positions].astype(np.int64),
         positions=positions,
-        slot_mapping=slots.block_tables[owner, positions // size].astype(np.int64) * size + positions % size,
+        slot_mapping=slots.block_tables[:, owner, positions // size].astype(np.int64) * size + positions % size,
         query_starts=starts,
         seq_lens=seq_lens,
-        block_tables=slots.block_tables[rows, : -(-int(seq_lens.max()) // size)],
+        block_tables=slots.block_tables[:, rows, : -(-int(seq_lens.max()) // size)],
         num_decodes=int((query_lens == 1).sum()),
         sampled=np.flatnonzero((seq_lens == slots.num_tokens[rows]) & ~slots.scoring[rows]),
     )

@@ -89,6 +89,11 @@ class Scoring:
         """Tokens of the longest path."""
         return max(self._lengths) - 1
 
+    @property
+    def rewinds(self) -> bool:
+        """Whether the row goes back to the end of the prompt after a pass, for another one."""
+        return len(self._passes) > 1
+
     def wanted(self, first: int, stop: int) -> slice:
         """The scored tokens of the pass that the logits at positions [first, stop) of the row tell."""
         low, high = np.searchsorted(self.current.depths, (first - self.start + 1, stop - self.start + 1))

@@ -66,7 +66,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.pool = pool
         self.eos_ids = np.array(sorted(eos_ids), dtype=np.int64)
-        self.max_model_len = min(max_model_len, pool.num_blocks * pool.block_size)
+        self.max_model_len = pool.longest_row(max_model_len, max_batched_tokens)
         # A step must have room for one token of every running row, or prompts could starve.
         self.scheduler = Scheduler(pool, min(max_num_seqs, max_batched_tokens), max_batched_tokens)
         self.rules = RuleBook(tokenizer, model.vocab_size, self.eos_ids)
@@ -418,14 +418,17 @@ class Engine:
         kind: ErrorType
         follow = max(map(len, request.continuations), default=1)
         given = np.concatenate([ids, *request.continuations]).astype(np.int64)
+        limit = self.max_model_len
+        if len(request.continuations) > 1:  # until the last is tried, no window leaves the end of the prompt behind
+            limit = self.pool.longest_row(limit, max(self.scheduler.max_batched_tokens, follow))
         if len(ids) == 0:
             kind, why = "empty_prompt", "the prompt has no tokens"
         elif not all(request.continuations):
             kind, why = "invalid_row", "a continuation has no tokens"
-        elif len(ids) + follow > self.max_model_len:
+        elif len(ids) + follow > limit:
             what = f"{follow} to score" if request.continuations else "one generated token"
             kind = "prompt_too_long"
-            why = f"the prompt has {len(ids)} tokens; with {what} at most {self.max_model_len} fit"
+            why = f"the prompt has {len(ids)} tokens; with {what} at most {limit} fit"
         elif (outside := (given < 0) | (given >= self.model.vocab_size)).any():
             kind = "invalid_row"
             first = given[outside][0]

@@ -32,9 +32,8 @@ from batchrun.engine.driver import Driver
 from batchrun.engine.encoder import WINDOW, Encoder
 from batchrun.engine.encoder_model import load_encoder_model
 from batchrun.engine.engine import Engine
-from batchrun.engine.kv_cache import BlockPool
 from batchrun.engine.layers import fuse_model
-from batchrun.engine.memory import num_kv_blocks
+from batchrun.engine.memory import make_pool
 from batchrun.engine.model import choose_device, choose_dtype, load_model
 from batchrun.engine.params import Completion, Delta, Request, SamplingParams
 from batchrun.engine.pool import EnginePool
@@ -367,9 +366,8 @@ def load_single(
     if quantized:
         quantize_model(model)
     max_model_len = checkpoint.max_model_len
-    blocks = num_kv_blocks(config, model.bytes_per_token(), max_model_len, device, sharers)
-    model.backend = backend(model.layers, blocks, config.block_size, model.dtype, device)
-    pool = BlockPool(blocks, config.block_size, config.prefix_caching)
+    pool = make_pool(config, model.kv_layout, model.dtype, max_model_len, device, sharers)
+    model.backend = backend(model.layers, pool.num_blocks, config.block_size, model.dtype, device)
     eos_ids = eos_token_ids(checkpoint, tokenizer)
     return Engine(model, tokenizer, pool, eos_ids, max_model_len, config.max_num_seqs, config.max_batched_tokens)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -10,6 +11,9 @@ import psutil
 import torch
 
 from batchrun.config import EngineConfig
+from batchrun.engine.attention.base import LayerGeometry
+from batchrun.engine.kv_cache import BlockPool, blocks_for
+from batchrun.engine.kv_layout import KvLayout
 from batchrun.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -23,65 +27,93 @@ GIB = 2**30
 class KvShape:
     """KV of one token as a model's config tells it. The engine itself counts what its layers really store."""
 
-    layers: int
-    kv_heads: int
-    head_dim: int
+    layers: tuple[LayerGeometry, ...]
     element_bytes: int
 
     @classmethod
     def of(cls, text_config: Any, dtype: torch.dtype) -> Self:
-        heads = text_config.num_attention_heads
-        return cls(
-            layers=text_config.num_hidden_layers,
-            kv_heads=getattr(text_config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(text_config, "head_dim", None) or text_config.hidden_size // heads,
-            element_bytes=dtype.itemsize,
-        )
+        each = zip(_layer_configs(text_config), _windows(text_config), strict=True)
+        return cls(tuple(_geometry(config, window) for config, window in each), dtype.itemsize)
 
     @property
     def bytes_per_token(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.element_bytes
+        return sum(2 * layer.num_kv_heads * layer.key_dim for layer in self.layers) * self.element_bytes
 
     def formula(self) -> str:
-        return (
-            f"2 (K and V) x {self.layers} layers x {self.kv_heads} KV heads x {self.head_dim} dimensions "
-            f"x {self.element_bytes} bytes"
-        )
+        shapes = Counter((layer.num_kv_heads, layer.key_dim) for layer in self.layers)
+        terms = [f"{count} layers x {heads} KV heads x {dim} dimensions" for (heads, dim), count in shapes.items()]
+        total = terms[0] if len(terms) == 1 else f"({' + '.join(terms)})"
+        return f"2 (K and V) x {total} x {self.element_bytes} bytes"
+
+
+def _layer_configs(text_config: Any) -> list[Any]:
+    """Each layer's own config; where all are alike transformers has only one."""
+    if getattr(text_config, "is_heterogeneous", False):
+        return list(text_config.per_layer_config)
+    return [text_config] * text_config.num_hidden_layers
+
+
+def _geometry(layer_config: Any, window: int | None) -> LayerGeometry:
+    heads = layer_config.num_attention_heads
+    dim = getattr(layer_config, "head_dim", None) or layer_config.hidden_size // heads
+    return LayerGeometry(getattr(layer_config, "num_key_value_heads", None) or heads, dim, dim, window=window)
+
+
+def _windows(text_config: Any) -> list[int | None]:
+    window = getattr(text_config, "sliding_window", None)
+    if getattr(text_config, "use_sliding_window", True) is False:
+        window = None
+    kinds = getattr(text_config, "layer_types", None) or ["sliding_attention"] * text_config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
 def kv_budget(
-    config: EngineConfig, bytes_per_token: int, max_model_len: int, device: torch.device, sharers: int = 1
+    config: EngineConfig,
+    layout: KvLayout,
+    dtype: torch.dtype,
+    max_model_len: int,
+    device: torch.device,
+    sharers: int = 1,
 ) -> float:
     """Bytes for the KV cache: as configured, else this process's share of what the free memory allows and the job
     can use."""
+    block_bytes = layout.block_bytes(config.block_size, dtype)
     if config.num_blocks is not None:
-        return config.num_blocks * config.block_size * bytes_per_token
+        return config.num_blocks * layout.num_tables * block_bytes
     if config.kv_cache_gib is not None:
         allowed = config.kv_cache_gib * GIB
     elif device.type == "cuda":
         allowed = GPU_SHARE * torch.cuda.mem_get_info(device)[0]
     else:
         allowed = CPU_SHARE / sharers * psutil.virtual_memory().available
-    per_sequence = -(-max_model_len // config.block_size) * config.block_size
-    return min(allowed, config.max_num_seqs * per_sequence * bytes_per_token)
+    each, prefilling = (
+        blocks_for(layout.groups, config.block_size, max_model_len, step) for step in (1, config.max_batched_tokens)
+    )
+    return min(allowed, (config.max_num_seqs * each + prefilling - each) * block_bytes)
 
 
-def num_kv_blocks(
-    config: EngineConfig, bytes_per_token: int, max_model_len: int, device: torch.device, sharers: int = 1
-) -> int:
-    """Blocks in the KV cache. Raises ConfigError if there is no room for two."""
-    budget = kv_budget(config, bytes_per_token, max_model_len, device, sharers)
-    block_bytes = bytes_per_token * config.block_size
+def make_pool(
+    config: EngineConfig,
+    layout: KvLayout,
+    dtype: torch.dtype,
+    max_model_len: int,
+    device: torch.device,
+    sharers: int = 1,
+) -> BlockPool:
+    """The blocks of the KV cache. Raises ConfigError if there is no room for two in each table."""
+    budget = kv_budget(config, layout, dtype, max_model_len, device, sharers)
+    block_bytes = layout.block_bytes(config.block_size, dtype)
     blocks = int(budget // block_bytes)
-    if blocks < 2:
+    if blocks < 2 * layout.num_tables:
         raise ConfigError(
-            f"{budget / GIB:.3f} GiB for the KV cache hold fewer than two blocks of {block_bytes / GIB:.3f} GiB: "
-            "raise engine.kv_cache_gib or lower engine.block_size"
+            f"{budget / GIB:.3f} GiB for the KV cache hold fewer than {2 * layout.num_tables} blocks of "
+            f"{block_bytes / GIB:.3f} GiB: raise engine.kv_cache_gib or lower engine.block_size"
         )
     log.info("KV cache: %d blocks of %d tokens, %.2f GiB", blocks, config.block_size, blocks * block_bytes / GIB)
-    if blocks * config.block_size < max_model_len:
+    pool = BlockPool(blocks, config.block_size, config.prefix_caching, layout.groups)
+    if (longest := pool.longest_row(max_model_len, config.max_batched_tokens)) < max_model_len:
         log.warning(
-            "the KV cache holds %d tokens, fewer than the model's %d: longer rows are cut or refused; "
-            "raise engine.kv_cache_gib", blocks * config.block_size, max_model_len,
+            "the KV cache holds rows of %d tokens, fewer than the model's %d: longer rows are cut or refused; "
+            "raise engine.kv_cache_gib", longest, max_model_len,
         )  # fmt: skip
-    return blocks
+    return pool

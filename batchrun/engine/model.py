@@ -14,6 +14,7 @@ from batchrun.engine.attention.base import AttentionBackend, LayerCall, LayerGeo
 from batchrun.engine.batch import Batch
 from batchrun.engine.checkpoint import Checkpoint
 from batchrun.engine.head import Head
+from batchrun.engine.kv_layout import KvLayout
 from batchrun.engine.support import UnsupportedModel, is_vision_language
 from batchrun.errors import ConfigError
 from batchrun_kernels.cpu.team import team
@@ -63,7 +64,7 @@ class PagedModel:
 
     @torch.inference_mode()
     def _probe(self) -> list[LayerGeometry]:
-        """A dry forward over four tokens: the shape of each attention layer's KV.
+        """A dry forward over four tokens: the shape of each attention layer's KV, and how far back it looks.
 
         Raises UnsupportedModel if the layers that attend are not the layers that there are.
         """
@@ -73,7 +74,7 @@ class PagedModel:
         def attend(call: LayerCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Any) -> torch.Tensor:
             # A layer that shares the KV of an earlier one passes that layer's own tensors.
             same = (i for i, kv in enumerate(seen) if [x.data_ptr() for x in kv] == [k.data_ptr(), v.data_ptr()])
-            geometry.append(LayerGeometry(k.shape[1], k.shape[2], v.shape[2], next(same, None)))
+            geometry.append(LayerGeometry(k.shape[1], k.shape[2], v.shape[2], next(same, None), call.window))
             seen.append((k, v))
             return q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
 
@@ -92,9 +93,10 @@ class PagedModel:
             raise UnsupportedModel(f"{config.model_type}: its attention needs a mask that depends on the data")
         return geometry
 
-    def bytes_per_token(self) -> int:
-        """KV bytes of one token position over all layers."""
-        return sum(layer.bytes_per_token(self.dtype) for layer in self.layers)
+    @property
+    def kv_layout(self) -> KvLayout:
+        """How the layers' KV is divided into blocks."""
+        return KvLayout.of(self.layers)
 
 
 def load_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> PagedModel:

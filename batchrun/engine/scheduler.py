@@ -17,7 +17,7 @@ import numpy as np
 
 from batchrun.engine.batch import Batch, make_batch
 from batchrun.engine.estimate import LengthEstimate
-from batchrun.engine.kv_cache import ROOT, BlockPool, EverSeen, block_hashes
+from batchrun.engine.kv_cache import HOLE, ROOT, BlockPool, EverSeen, RowBlocks, block_hashes
 from batchrun.engine.sequence import Sequence
 from batchrun.engine.slots import Slots
 from batchrun.engine.waiting import WaitingQueue
@@ -26,7 +26,7 @@ from batchrun.engine.waiting import WaitingQueue
 class Scheduler:
     def __init__(self, pool: BlockPool, max_num_seqs: int, max_batched_tokens: int) -> None:
         self.pool = pool
-        self.slots = Slots(max_num_seqs, pool.block_size)
+        self.slots = Slots(max_num_seqs, pool.block_size, pool.groups)
         self.max_batched_tokens = max_batched_tokens
         self.waiting = WaitingQueue()
         self.estimate = LengthEstimate()
@@ -39,7 +39,10 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Its `max_total` tokens must fit in the pool alone."""
-        assert sequence.max_total <= self.pool.num_blocks * self.pool.block_size
+        step = max(self.max_batched_tokens, sequence.max_total - sequence.settled)
+        assert self.pool.blocks_for(sequence.max_total, step) <= self.pool.num_blocks
+        if sequence.digests:
+            self.pool.expect(sequence.digests[0])
         self.waiting.append(sequence)
 
     def has_work(self) -> bool:
@@ -47,6 +50,7 @@ class Scheduler:
 
     def schedule(self) -> Batch | None:
         """The next step, or None if nothing can run because nothing is there."""
+        self._give_back_passed()
         rows, query_lens = self._continue_running()
         rows, query_lens = self._grow_blocks(rows, query_lens)
         if not self._preempted:
@@ -73,14 +77,15 @@ class Scheduler:
             generated = int(self.slots.num_tokens[slot] - self.slots.num_prompt[slot])
             allowed = int(self.slots.max_total[slot] - self.slots.num_prompt[slot])
             self.estimate.observe(generated, allowed)
-        return self._remove(slot)
+        return self._remove(slot, ended=True)
 
     def abort(self, sequence: Sequence) -> None:
         """Forget a sequence, waiting or running."""
         if sequence.slot >= 0:
-            self._remove(sequence.slot)
+            self._remove(sequence.slot, ended=True)
         else:
             self.waiting.remove(sequence)
+            self._leave(sequence)
 
     def _continue_running(self) -> tuple[np.ndarray, np.ndarray]:
         """Rows that go on and their query lengths: decodes first, then prompts in order of admission."""
@@ -97,7 +102,7 @@ class Scheduler:
         """Give each row the blocks its query tokens need, preempting the youngest rows if there are too few."""
         slots, size = self.slots, self.pool.block_size
         missing = np.maximum(-(-(slots.num_computed[rows] + query_lens) // size) - slots.num_blocks[rows], 0)
-        while missing.sum() > self.pool.num_free:
+        while missing.sum() * self.pool.num_tables > self.pool.num_free:
             victim = int(slots.order[-1])
             self._preempt(victim)
             stays = rows != victim
@@ -107,7 +112,7 @@ class Scheduler:
         return rows, query_lens
 
     def _preempt(self, slot: int) -> None:
-        self.waiting.appendleft(self._remove(slot))
+        self.waiting.appendleft(self._remove(slot, ended=False))
         self.estimate.raise_after_preemption()
         self.num_preemptions += 1
         self._preempted = True
@@ -119,20 +124,24 @@ class Scheduler:
         while self.waiting and budget > 0 and self.slots.num_free:
             sequence = self.waiting.head()
             cached = self._cached_blocks(sequence)
-            if self._is_being_computed(sequence, len(cached)):
+            num_cached = len(cached[0])
+            if self._is_being_computed(sequence, num_cached):
                 break  # one step later the prefix can be shared instead of computed twice
             total = self._blocks_for(len(sequence.token_ids), sequence.num_prompt, sequence.max_total)
-            own = total - len(cached)
             free = self.pool.num_free - self.pool.count_free(cached)
-            start = len(cached) * self.pool.block_size
+            start = num_cached * self.pool.block_size
             query_len = min(budget, len(sequence.token_ids) - start)
-            now = -(-(start + query_len) // self.pool.block_size) - len(cached)
+            columns = -(-(start + query_len) // self.pool.block_size) - num_cached
+            now = columns * self.pool.num_tables
+            # A long prompt may hold more now than at its end, where a window has left most of it behind.
+            own = max(total - sum(len(table) - table.count(HOLE) for table in cached), now)
             # Alone in the engine a sequence always starts: add() made sure that it fits.
             if expected + own > free and (self.slots.num_running or now > free):
                 break
             self.waiting.popleft()
             self.pool.hold(cached)
-            slot = self.slots.put(sequence, cached + self.pool.allocate(now), start)
+            new = self.pool.allocate(columns)
+            slot = self.slots.put(sequence, [a + b for a, b in zip(cached, new, strict=True)], start)
             self._note_admission(sequence, start)
             expected += own - now
             budget -= query_len
@@ -149,7 +158,7 @@ class Scheduler:
             usable = sequence.digests[: (sequence.num_prompt - 1) // self.pool.block_size]
             self.cachable_tokens += self._ever_seen.count(usable) * self.pool.block_size
 
-    def _cached_blocks(self, sequence: Sequence) -> list[int]:
+    def _cached_blocks(self, sequence: Sequence) -> RowBlocks:
         """Blocks that already hold the head of the sequence, short of its last token, which must be computed."""
         return self.pool.match(sequence.digests[: sequence.reusable // self.pool.block_size])
 
@@ -162,12 +171,16 @@ class Scheduler:
         slots = self.slots
         rows = slots.order
         total = self._blocks_for(slots.num_tokens[rows], slots.num_prompt[rows], slots.max_total[rows])
-        return int(np.maximum(total - slots.num_blocks[rows], 0).sum())
+        held = self.pool.num_tables * slots.num_blocks[rows]
+        for group, given_back in zip(self.pool.groups, slots.num_given_back, strict=True):
+            if group.window is not None:
+                held = held - group.tables * given_back[rows]
+        return int(np.maximum(total - held, 0).sum())
 
     def _blocks_for(self, num_tokens: Any, num_prompt: Any, max_total: Any) -> Any:
         """Blocks at the expected end of a sequence; int or int64 [n] alike. The last token is never written."""
         expected = num_prompt + np.ceil(self.estimate.share * (max_total - num_prompt)).astype(np.int64)
-        return -(-np.maximum(num_tokens, expected - 1) // self.pool.block_size)
+        return self.pool.blocks_for(np.maximum(num_tokens, expected - 1))
 
     def _register_blocks(self, slot: int, first: int, last: int) -> None:
         """Name the blocks [first, last) of a row, which this step has filled."""
@@ -177,9 +190,11 @@ class Scheduler:
         last = min(last, sequence.lasting // size)
         if len(digests) < last:
             tail = self.slots.token_ids[slot, len(digests) * size : last * size]
+            if not digests:
+                self.pool.expect(block_hashes(tail[:size], size)[0])
             digests += block_hashes(tail, size, digests[-1] if digests else ROOT)
         for index in range(first, last):
-            self.pool.register(int(self.slots.block_tables[slot, index]), digests[index])
+            self.pool.register(self.slots.block_tables[:, slot, index].tolist(), digests[index], digests[0])
         self._settle(sequence, max(0, last - first))
 
     def _settle(self, sequence: Sequence, count: int) -> None:
@@ -190,8 +205,25 @@ class Scheduler:
                 del self._computing[digest]
         del sequence.pending[:count]
 
-    def _remove(self, slot: int) -> Sequence:
+    def _give_back_passed(self) -> None:
+        """Free the blocks of which no query to come sees anything."""
+        rows = self.slots.order
+        for number, group in enumerate(self.pool.groups):
+            if group.window is None:
+                continue
+            settled = np.minimum(self.slots.num_computed[rows], self.slots.settled[rows])
+            passed = group.first_seen(settled) // self.pool.block_size
+            for i in np.flatnonzero(passed > self.slots.num_given_back[number, rows]):
+                self.pool.release(self.slots.give_back(int(rows[i]), number, int(passed[i])), others=True)
+
+    def _remove(self, slot: int, ended: bool) -> Sequence:
         sequence, blocks = self.slots.take(slot)
         self._settle(sequence, len(sequence.pending))
+        if ended:
+            self._leave(sequence)
         self.pool.release(blocks)
         return sequence
+
+    def _leave(self, sequence: Sequence) -> None:
+        if sequence.digests:
+            self.pool.leave(sequence.digests[0])

@@ -44,6 +44,11 @@ class Sequence:
         return self.max_total if self.scoring is None else self.num_prompt
 
     @property
+    def settled(self) -> int:
+        """Tokens that, once computed, the row never goes back to."""
+        return self.num_prompt if self.scoring is not None and self.scoring.rewinds else self.max_total
+
+    @property
     def reusable(self) -> int:
         """Tokens whose KV may come from the cache: not where logits are needed, which only a computed token has."""
         return min(len(self.token_ids), self.lasting) - 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from batchrun.engine.kv_cache import HOLE, KvGroup, RowBlocks
 from batchrun.engine.repetition import RepetitionWatch
 from batchrun.engine.sequence import Sequence
 
@@ -15,19 +16,23 @@ from batchrun.engine.sequence import Sequence
 class Slots:
     """`capacity` slots; `order` lists the used ones, oldest admission first."""
 
-    def __init__(self, capacity: int, block_size: int) -> None:
+    def __init__(self, capacity: int, block_size: int, groups: tuple[KvGroup, ...] = (KvGroup(),)) -> None:
         self.capacity = capacity
         self.block_size = block_size
+        self._windowed = [number for number, group in enumerate(groups) if group.window is not None]
+        self._first_table = np.cumsum([0, *(group.tables for group in groups)]).tolist()  # of each group
         self.sequences: list[Sequence | None] = [None] * capacity
         self.order = np.empty(0, dtype=np.int64)
         self._free = list(range(capacity - 1, -1, -1))
         self.token_ids = np.zeros((capacity, 4 * block_size), dtype=np.int32)
-        self.block_tables = np.zeros((capacity, 4), dtype=np.int32)
+        self.block_tables = np.zeros((self._first_table[-1], capacity, 4), dtype=np.int32)
         self.num_tokens = np.zeros(capacity, dtype=np.int64)
         self.num_computed = np.zeros(capacity, dtype=np.int64)  # positions whose KV is in the cache
-        self.num_blocks = np.zeros(capacity, dtype=np.int64)
+        self.num_blocks = np.zeros(capacity, dtype=np.int64)  # in each table, with those given back
+        self.num_given_back = np.zeros((len(groups), capacity), dtype=np.int64)  # of these, in a table of each group
         self.num_prompt = np.zeros(capacity, dtype=np.int64)
         self.max_total = np.zeros(capacity, dtype=np.int64)
+        self.settled = np.zeros(capacity, dtype=np.int64)  # positions that, once computed, are never computed again
         self.temperature = np.zeros(capacity, dtype=np.float32)
         self.top_p = np.ones(capacity, dtype=np.float32)
         self.top_k = np.zeros(capacity, dtype=np.int64)
@@ -54,7 +59,7 @@ class Slots:
     def num_free(self) -> int:
         return len(self._free)
 
-    def put(self, sequence: Sequence, blocks: list[int], num_computed: int) -> int:
+    def put(self, sequence: Sequence, blocks: RowBlocks, num_computed: int) -> int:
         """Start `sequence` in a free slot, with KV blocks that hold its first `num_computed` positions."""
         slot = self._free.pop()
         self._widen(sequence.max_total)
@@ -63,9 +68,12 @@ class Slots:
         self.sequences[slot], sequence.slot = sequence, slot
         self.order = np.append(self.order, slot)
         self.token_ids[slot, :count] = sequence.token_ids
-        self.block_tables[slot, : len(blocks)] = blocks
-        self.num_tokens[slot], self.num_computed[slot], self.num_blocks[slot] = count, num_computed, len(blocks)
+        self.block_tables[:, slot, : len(blocks[0])] = blocks
+        self.num_tokens[slot], self.num_computed[slot], self.num_blocks[slot] = count, num_computed, len(blocks[0])
+        for group in self._windowed:
+            self.num_given_back[group, slot] = blocks[self._first_table[group]].count(HOLE)
         self.num_prompt[slot], self.max_total[slot] = sequence.num_prompt, sequence.max_total
+        self.settled[slot] = sequence.settled
         self.temperature[slot], self.top_p[slot], self.top_k[slot] = params.temperature, params.top_p, params.top_k
         self.min_p[slot], self.min_tokens[slot] = params.min_p, params.min_tokens
         self.seed[slot] = sequence.seed
@@ -84,7 +92,7 @@ class Slots:
         self.repetition.put(slot, params, sequence.token_ids[sequence.num_prompt :])
         return slot
 
-    def take(self, slot: int) -> tuple[Sequence, list[int]]:
+    def take(self, slot: int) -> tuple[Sequence, RowBlocks]:
         """Empty a slot: its sequence, with token ids brought up to date, and its blocks."""
         sequence = self.sequences[slot]
         assert sequence is not None
@@ -105,18 +113,28 @@ class Slots:
             generated = self.token_ids[slot, sequence.num_prompt : self.num_tokens[slot]]
             self.repetition.put(slot, sequence.request.params, generated)
 
-    def blocks(self, slot: int) -> list[int]:
-        return [int(block) for block in self.block_tables[slot, : self.num_blocks[slot]]]
+    def blocks(self, slot: int) -> RowBlocks:
+        blocks: RowBlocks = self.block_tables[:, slot, : self.num_blocks[slot]].tolist()
+        return blocks
 
     def drop_last(self, slot: int) -> None:
         """Take back the token that was sampled last; the next step computes the one before it again."""
         self.num_tokens[slot] -= 1
         self.num_computed[slot] -= 1
 
-    def append_blocks(self, slot: int, blocks: list[int]) -> None:
-        held = self.num_blocks[slot]
-        self.block_tables[slot, held : held + len(blocks)] = blocks
-        self.num_blocks[slot] += len(blocks)
+    def append_blocks(self, slot: int, blocks: RowBlocks) -> None:
+        held, count = self.num_blocks[slot], len(blocks[0])
+        self.block_tables[:, slot, held : held + count] = blocks
+        self.num_blocks[slot] += count
+
+    def give_back(self, slot: int, group: int, count: int) -> RowBlocks:
+        """The first `count` blocks of the group's tables, less those given back before; holes take their place."""
+        tables = self.block_tables[self._first_table[group] : self._first_table[group + 1], slot]
+        due = slice(self.num_given_back[group, slot], count)
+        blocks: RowBlocks = tables[:, due].tolist()
+        tables[:, due] = HOLE
+        self.num_given_back[group, slot] = count
+        return blocks
 
     def rewind(self, slot: int, length: int, tokens: np.ndarray) -> None:
         """Put `tokens` (int32 [n]) in place of all that follows the first `length` tokens, whose KV stays."""
@@ -133,6 +151,6 @@ class Slots:
 
 
 def _columns(array: np.ndarray, width: int) -> np.ndarray:
-    wider = np.zeros((array.shape[0], width), dtype=array.dtype)
-    wider[:, : array.shape[1]] = array
+    wider = np.zeros((*array.shape[:-1], width), dtype=array.dtype)
+    wider[..., : array.shape[-1]] = array
     return wider

@@ -90,11 +90,11 @@ class NextBlock(TorchAttention):
     """Writes and reads each row's blocks as if they lay one after another, which other rows then overwrite."""
 
     def begin(self, batch: Batch) -> None:
-        width = batch.block_tables.shape[1]
-        tables = (batch.block_tables[:, :1] + np.arange(width, dtype=np.int32)) % len(self.pages[0][0])  # type: ignore[index]
+        width = batch.block_tables.shape[2]
+        tables = (batch.block_tables[:, :, :1] + np.arange(width, dtype=np.int32)) % len(self.pages[0][0])
         owner = np.repeat(np.arange(len(batch.slots)), np.diff(batch.query_starts))
         size = self.block_size
-        places = tables[owner, batch.positions // size].astype(np.int64) * size + batch.positions % size
+        places = tables[:, owner, batch.positions // size].astype(np.int64) * size + batch.positions % size
         super().begin(replace(batch, block_tables=tables, slot_mapping=places))
 
 

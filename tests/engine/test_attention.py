@@ -13,6 +13,8 @@ from batchrun.engine.attention.base import AttentionBackend, LayerCall, LayerGeo
 from batchrun.engine.attention.prefix import prefix_groups
 from batchrun.engine.attention.registry import BACKENDS
 from batchrun.engine.batch import Batch, make_batch
+from batchrun.engine.kv_cache import HOLE, KvGroup
+from batchrun.engine.kv_layout import KvLayout
 from batchrun.engine.params import Request
 from batchrun.engine.sequence import Sequence
 from batchrun.engine.slots import Slots
@@ -39,7 +41,7 @@ class Shape:
     chunks: tuple[int, ...] = field(default=(100,))  # most query tokens per row, step after step, then again
 
     def geometry(self, source: int | None = None) -> LayerGeometry:
-        return LayerGeometry(self.kv_heads, self.key_dim, self.value_dim, source)
+        return LayerGeometry(self.kv_heads, self.key_dim, self.value_dim, source, self.window)
 
 
 SHAPES = {
@@ -80,24 +82,26 @@ class Rows:
     The first `shared` blocks of every row that is longer are the same.
     """
 
-    def __init__(self, shape: Shape, seed: int, shared: int = 0) -> None:
+    def __init__(self, shape: Shape, seed: int, shared: int = 0, groups: tuple[KvGroup, ...] = (KvGroup(),)) -> None:
         self.shape = shape
         rng = np.random.default_rng(seed)
         torch.manual_seed(seed)
         per_row = [-(-length // shape.block_size) for length in shape.lengths]
-        self.num_blocks = sum(per_row) + 3
+        tables = sum(group.tables for group in groups)
+        self.num_blocks = tables * sum(per_row) + 3
         scattered = rng.permutation(self.num_blocks)
-        self.slots = Slots(len(shape.lengths), shape.block_size)
+        self.groups = groups
+        self.slots = Slots(len(shape.lengths), shape.block_size, groups)
         self.q, self.k, self.v = {}, {}, {}
         prefix: dict[int, torch.Tensor] = {}
         for length, count in zip(shape.lengths, per_row, strict=True):
             ids = np.zeros(length, dtype=np.int32)
             sequence = Sequence(Request(length, ids), 0, ids, length, length + 1, [], 0.0)
             head = min(shared, (length - 1) // shape.block_size)
-            slot = self.slots.put(
-                sequence, [*range(self.num_blocks, self.num_blocks + head), *scattered[head:count]], 0
-            )
-            scattered = scattered[count:]
+            common_blocks = range(self.num_blocks, self.num_blocks + head)
+            blocks = [[*common_blocks, *own[head:]] for own in scattered[: tables * count].reshape(tables, -1).tolist()]
+            slot = self.slots.put(sequence, blocks, 0)
+            scattered = scattered[tables * count :]
             self.q[slot] = torch.randn(length, shape.heads, shape.key_dim)
             self.k[slot] = torch.randn(length, shape.kv_heads, shape.key_dim)
             self.v[slot] = torch.randn(length, shape.kv_heads, shape.value_dim)
@@ -115,8 +119,9 @@ class Rows:
             sinks=torch.randn(shape.heads) if shape.sinks else None,
         )
 
-    def batches(self, chunks: tuple[int, ...]) -> list[Batch]:
-        """Steps of at most `chunks[i]` query tokens for each row, until all rows are through."""
+    def batches(self, chunks: tuple[int, ...], give_back: bool = False) -> list[Batch]:
+        """Steps of at most `chunks[i]` query tokens for each row, until all rows are through. With `give_back` a block
+        becomes a hole as soon as the row's next query does not see it."""
         steps: list[Batch] = []
         while True:
             left = self.slots.num_tokens - self.slots.num_computed
@@ -125,6 +130,10 @@ class Rows:
                 return steps
             steps.append(make_batch(self.slots, rows, np.minimum(left[rows], chunks[len(steps) % len(chunks)])))
             self.slots.num_computed[steps[-1].slots] = steps[-1].seq_lens
+            for number, group in enumerate(self.groups if give_back else ()):
+                for slot in rows.tolist():
+                    passed = int(group.first_seen(self.slots.num_computed[slot])) // self.shape.block_size
+                    self.slots.give_back(slot, number, passed)
 
     def flat(self, batch: Batch, values: dict[int, torch.Tensor]) -> torch.Tensor:
         owner = np.repeat(batch.slots, np.diff(batch.query_starts))
@@ -154,13 +163,18 @@ def test_equals_naive_attention(backend_class: type[AttentionBackend], name: str
 
 
 def test_layers_keep_their_own_pages_and_windows(backend_class: type[AttentionBackend]) -> None:
-    shape = Shape()
-    rows, other = Rows(shape, seed=1), Rows(replace(shape, window=4), seed=2)
-    backend = backend_class([shape.geometry()] * 2, rows.num_blocks, shape.block_size, torch.float32, CPU)
-    calls = (rows.call, replace(other.call, layer=1))
-    for batch in rows.batches((7,)):
+    """Two layers without a window and two with one, in two tables that share memory."""
+    shapes = (Shape(), Shape(window=4), Shape(), Shape(window=4))
+    layers = [Rows(shape, seed) for seed, shape in enumerate(shapes)]
+    geometry = [shape.geometry() for shape in shapes]
+    rows = Rows(shapes[0], seed=0, groups=KvLayout.of(geometry).groups)
+    assert rows.slots.block_tables.shape[0] == 2
+    backend = backend_class(geometry, rows.num_blocks, shapes[0].block_size, torch.float32, CPU)
+    calls = [replace(layer.call, layer=index) for index, layer in enumerate(layers)]
+    for batch in rows.batches((7,), give_back=True):
+        assert (batch.block_tables[1] == HOLE).any() == (int(batch.positions.max()) > 10)
         backend.begin(batch)
-        for layer, call in zip((rows, other), calls, strict=True):
+        for layer, call in zip(layers, calls, strict=True):
             out = backend.attend(call, *(layer.flat(batch, x) for x in (layer.q, layer.k, layer.v)))
             torch.testing.assert_close(out.double(), layer.expected(batch, call), rtol=1e-4, atol=1e-5)
 
@@ -205,7 +219,7 @@ def test_prefix_groups_equal_naive_attention(name: str, monkeypatch: pytest.Monk
     backend = cpu.CpuAttention([shape.geometry()], rows.num_blocks, shape.block_size, torch.float32, CPU)
     grouped = 0
     for batch in rows.batches((9, 1, 4)):
-        grouped += sum(len(group.rows) for group in prefix_groups(batch, shape.block_size, 2, 1))
+        grouped += sum(len(group.rows) for group in prefix_groups(batch, batch.block_tables[0], shape.block_size, 2, 1))
         backend.begin(batch)
         out = backend.attend(rows.call, *(rows.flat(batch, x) for x in (rows.q, rows.k, rows.v)))
         torch.testing.assert_close(out.double(), rows.expected(batch, rows.call), rtol=1e-4, atol=1e-5)
@@ -215,16 +229,18 @@ def test_prefix_groups_equal_naive_attention(name: str, monkeypatch: pytest.Monk
 def test_prefix_groups_take_the_depth_that_saves_most() -> None:
     shape = Shape(block_size=4, lengths=(20,) * 6)
     rows = Rows(shape, seed=0)
-    tables = rows.slots.block_tables
+    tables = rows.slots.block_tables[0]
     tables[:6, 0] = 7  # all six begin alike, four of them three blocks deep, one of these differs after two
     tables[:4, 1] = 8
     tables[:3, 2] = 9
     rows.slots.num_computed[:6] = 19
     batch = make_batch(rows.slots, np.arange(6), np.ones(6, dtype=np.int64))
-    groups = prefix_groups(batch, 4, min_rows=2, min_saved=1)
+    shared = batch.block_tables[0]
+    groups = prefix_groups(batch, shared, 4, min_rows=2, min_saved=1)
     assert [sorted(batch.slots[group.rows].tolist()) for group in groups] == [[0, 1, 2, 3], [4, 5]]
     assert [group.blocks.tolist() for group in groups] == [[7, 8], [7]]
-    assert prefix_groups(batch, 4, min_rows=5, min_saved=5)[0].depth == 1
-    assert prefix_groups(batch, 4, min_rows=7, min_saved=1) == []
+    assert prefix_groups(batch, shared, 4, min_rows=5, min_saved=5)[0].depth == 1
+    assert prefix_groups(batch, shared, 4, min_rows=7, min_saved=1) == []
     rows.slots.num_computed[:6] = 3  # nothing is computed to the end of a block
-    assert prefix_groups(make_batch(rows.slots, np.arange(6), np.ones(6, dtype=np.int64)), 4, 2, 1) == []
+    batch = make_batch(rows.slots, np.arange(6), np.ones(6, dtype=np.int64))
+    assert prefix_groups(batch, batch.block_tables[0], 4, 2, 1) == []

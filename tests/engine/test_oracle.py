@@ -10,7 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from batchrun.engine.params import Completion, SamplingParams
+from batchrun.engine.kv_cache import BlockPool
+from batchrun.engine.llm import LLM
+from batchrun.engine.params import Completion, Request, SamplingParams
+from batchrun.engine.scheduler import Scheduler
 from batchrun.errors import ConfigError
 from tests.engine.families import (
     FAMILIES,
@@ -28,6 +31,7 @@ SHARED = random_prompt(0, 50)
 # Lengths on both sides of the windows (8) and of the blocks (4, 16, 64), then four rows that begin alike.
 PROMPTS = [random_prompt(length, length) for length in (1, 7, 16, 33, 65, 90)]
 PROMPTS += [SHARED + random_prompt(100 + i, length) for i, length in enumerate((1, 6, 14, 30))]
+LONGEST = max(map(len, PROMPTS)) + MAX_TOKENS
 CLEAR = 2e-5  # of the two best logits: with less between them, rounding decides and a reference proves nothing
 
 MODES: dict[str, dict[str, Any]] = {
@@ -74,6 +78,16 @@ def generate(model: Any, prompt: list[int]) -> list[int]:
     return out.sequences[0, len(prompt) :].tolist()
 
 
+def load_tight(folder: Path, max_batched_tokens: int, longest: int, **options: Any) -> LLM:
+    """Pages for little more than one row of `longest` tokens, which where layers have windows are few."""
+    llm = load(folder, **{"block_size": 4, "max_batched_tokens": max_batched_tokens, **options})
+    engine = engine_of(llm)
+    blocks = engine.pool.blocks_for(longest, max_batched_tokens)
+    engine.pool = BlockPool(int(1.07 * blocks) + 1, engine.pool.block_size, groups=engine.pool.groups)
+    engine.scheduler = Scheduler(engine.pool, engine.scheduler.slots.capacity, max_batched_tokens)
+    return llm
+
+
 def token_ids(completions: list[Completion]) -> list[list[int]]:
     assert all(c.error is None for c in completions)
     return [c.token_ids for c in completions]
@@ -91,8 +105,8 @@ def test_equals_generate(family: str, mode: str, family_folder: Callable[[str], 
 def test_equals_generate_in_chunks_from_cached_prefixes_and_when_preempted(
     family: str, family_folder: Callable[[str], Path], reference: Reference
 ) -> None:
-    """Everything at once: chunks of 7, shared prefixes, and pages for a third of what runs."""
-    llm = make_optimistic(load(family_folder(family), block_size=4, num_blocks=34, max_batched_tokens=7))
+    """Everything at once: chunks of 7, shared prefixes, and pages for little more than the longest row."""
+    llm = make_optimistic(load_tight(family_folder(family), 7, LONGEST))
     params = SamplingParams(max_tokens=MAX_TOKENS)
     for _ in range(2):
         completions = llm.generate(PROMPTS, params)
@@ -106,7 +120,7 @@ def test_equals_generate_in_chunks_from_cached_prefixes_and_when_preempted(
 def test_equals_generate_when_preempted(
     family: str, family_folder: Callable[[str], Path], reference: Reference
 ) -> None:
-    llm = make_optimistic(load(family_folder(family), block_size=4, num_blocks=30))
+    llm = make_optimistic(load_tight(family_folder(family), 16, LONGEST))
     assert token_ids(llm.generate(PROMPTS, SamplingParams(max_tokens=MAX_TOKENS))) == reference(family)
     assert engine_of(llm).scheduler.num_preemptions > 0
     assert_idle(engine_of(llm))
@@ -126,6 +140,33 @@ def test_equals_generate_from_cached_prefixes(
     assert token_ids(again) == reference(family)
     assert [c.cached_tokens for c in again] == [(len(p) - 1) // 16 * 16 for p in PROMPTS]
     assert_idle(engine_of(llm))
+
+
+@pytest.mark.parametrize(("attention", "block_size"), [("cpu", 4), ("cpu", 16), ("torch", 4)])
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "mistral"])
+def test_a_row_of_thirty_windows_holds_what_its_layers_see(
+    family: str, attention: str, block_size: int, family_folder: Callable[[str], Path]
+) -> None:
+    prompt, window, budget = random_prompt(5, 240), 8, 24
+    model = AutoModelForCausalLM.from_pretrained(
+        family_folder(family), dtype=torch.float32, attn_implementation="eager"
+    )
+    expected = generate(model, prompt)
+    llm = load_tight(
+        family_folder(family), budget, len(prompt) + MAX_TOKENS, attention=attention, block_size=block_size
+    )
+    engine = engine_of(llm)
+    pool, slots = engine.pool, engine.scheduler.slots
+    engine.add(Request(0, prompt, SamplingParams(max_tokens=MAX_TOKENS)))
+    for _ in range(-(-len(prompt) // budget) + len(expected) - 2):
+        computed = int(slots.num_computed[0])
+        assert engine.step() == []
+        now = int(slots.num_computed[0])
+        assert pool.num_blocks - pool.num_free <= pool.blocks_for(now, query_len=now - computed)
+        assert slots.num_given_back[-1, 0] == max(0, computed - window + 1) // block_size
+        engine.check_integrity()
+    assert token_ids(engine.step()) == [expected]
+    assert_idle(engine)
 
 
 FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.0, 2.0, 4.0, 8.0]}

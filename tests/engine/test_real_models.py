@@ -111,12 +111,14 @@ def paged_losses(llm: LLM, documents: list[list[int]], chunk: int) -> list[float
     """Mean loss of each document, its logits computed through pages in chunks of `chunk` tokens."""
     model = engine_of(llm).model
     own, per_row = model.backend, -(-TEXT_TOKENS // BLOCK_SIZE)
-    model.backend = CpuAttention(model.layers, per_row * len(documents), BLOCK_SIZE, model.dtype, model.device)
-    slots = Slots(len(documents), BLOCK_SIZE)
+    groups, tables = model.kv_layout.groups, model.kv_layout.num_tables
+    blocks = np.arange(per_row * len(documents) * tables).reshape(len(documents), tables, per_row)
+    model.backend = CpuAttention(model.layers, blocks.size, BLOCK_SIZE, model.dtype, model.device)
+    slots = Slots(len(documents), BLOCK_SIZE, groups)
     rows = np.array([
         slots.put(
             Sequence(Request(i, ids), 0, np.array(ids, dtype=np.int32), len(ids), len(ids) + 1, [], 0.0),
-            list(range(i * per_row, (i + 1) * per_row)),
+            blocks[i].tolist(),
             0,
         )
         for i, ids in enumerate(documents)

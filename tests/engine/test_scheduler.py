@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import hypothesis.strategies as st
 import numpy as np
@@ -16,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 
 from batchrun.engine.batch import Batch
-from batchrun.engine.kv_cache import BlockPool, block_hashes
+from batchrun.engine.kv_cache import HOLE, BlockPool, KvGroup, block_hashes, blocks_for
 from batchrun.engine.params import Request, SamplingParams
 from batchrun.engine.scheduler import Scheduler
 from batchrun.engine.sequence import Sequence
@@ -63,6 +64,7 @@ class Simulation:
         self.pool = pool
         self.scheduler = Scheduler(pool, max_num_seqs, budget)
         self.store = np.full(pool.num_blocks * pool.block_size, EMPTY, dtype=np.int64)
+        self.windows = [group.window for group in pool.groups for _ in range(group.tables)]
         self.done: dict[Hashable, list[int]] = {}
         self.sequences: dict[Hashable, Sequence] = {}
         self.num_computed = 0
@@ -70,13 +72,12 @@ class Simulation:
 
     def add(self, key: int, prompt: list[int], max_tokens: int) -> None:
         ids = np.array(prompt, dtype=np.int32)
-        limit = self.pool.num_blocks * self.pool.block_size
         self.sequences[key] = Sequence(
             request=Request(key, ids, SamplingParams(max_tokens=max_tokens)),
             seed=0,
             token_ids=ids,
             num_prompt=len(ids),
-            max_total=min(len(ids) + max_tokens, limit),
+            max_total=self.pool.longest_row(len(ids) + max_tokens, self.scheduler.max_batched_tokens),
             digests=block_hashes(ids, self.pool.block_size) if self.pool.prefix_caching else [],
             arrived_at=0.0,
         )
@@ -125,7 +126,8 @@ class Simulation:
         assert (lens[: batch.num_decodes] == 1).all()
         assert (lens[batch.num_decodes :] > 1).all()
         assert len(set(batch.slots.tolist())) == len(batch.slots)
-        assert len(set(batch.slot_mapping.tolist())) == batch.num_tokens, "two tokens go to one place"
+        written = batch.slot_mapping.ravel()
+        assert len(set(written.tolist())) == len(written) == batch.num_tokens * len(self.windows), "one place for two"
         written = np.unique(batch.slot_mapping // self.pool.block_size)
         assert (self.pool.references[written] == 1).all(), "a page that others read is written"
 
@@ -148,22 +150,34 @@ class Simulation:
         for row in range(len(batch.slots)):
             for at in range(batch.query_starts[row], batch.query_starts[row + 1]):
                 position = int(batch.positions[at])
-                state = 0
-                if position:
-                    before = position - 1
-                    state = int(self.store[batch.block_tables[row, before // size] * size + before % size])
-                self.store[batch.slot_mapping[at]] = mix(state, int(batch.token_ids[at]))
-        last = batch.slot_mapping[batch.logits_index]
-        return np.array([next_token(int(state)) for state in self.store[last]], dtype=np.int64)
+                for table, mapping in zip(batch.block_tables, batch.slot_mapping, strict=True):
+                    state = 0
+                    if position:
+                        before = position - 1
+                        state = int(self.store[table[row, before // size] * size + before % size])
+                    self.store[mapping[at]] = mix(state, int(batch.token_ids[at]))
+        last = batch.slot_mapping[:, batch.logits_index]
+        states = self.store[last]
+        assert (states == states[0]).all(), "the tables of a row disagree"
+        return np.array([next_token(int(state)) for state in states[0]], dtype=np.int64)
 
     def check_pages(self, batch: Batch) -> None:
-        """Every position of every row, read through its block table, holds its own prefix."""
-        size = self.pool.block_size
+        """Every position that any query of a row sees holds its own prefix in each table, and blocks that none sees
+        have been given back."""
+        size, slots = self.pool.block_size, self.scheduler.slots
         for row, slot in enumerate(batch.slots):
-            state = 0
-            for position in range(batch.seq_lens[row]):
-                state = mix(state, int(self.scheduler.slots.token_ids[slot, position]))
-                assert self.store[batch.block_tables[row, position // size] * size + position % size] == state
+            computed, start = int(batch.seq_lens[row]), int(batch.positions[batch.query_starts[row]])
+            held = -(-computed // size)
+            states = list(accumulate(slots.token_ids[slot, :computed].tolist(), mix, initial=0))[1:]
+            for window, table in zip(self.windows, batch.block_tables[:, row], strict=True):
+                seen = 0 if window is None else max(0, start - window + 1)
+                for position in range(seen, computed):
+                    assert self.store[table[position // size] * size + position % size] == states[position]
+                assert (table[: seen // size] == HOLE).all()
+                assert (table[seen // size : held] != HOLE).all()
+                if window is not None:
+                    most = -(-(window + computed - start - 2) // size) + 1
+                    assert held - seen // size <= most, "a row holds more than its window"
 
     def collect(self, batch: Batch) -> None:
         slots = self.scheduler.slots
@@ -180,6 +194,8 @@ class Simulation:
         assert self.pool.num_free == self.pool.num_blocks
         assert self.scheduler.slots.num_free == self.scheduler.slots.capacity
         assert not self.scheduler._computing
+        assert not self.pool._rows_of_root
+        assert not self.pool._queue(self.pool._wanted)
 
 
 @st.composite
@@ -200,6 +216,16 @@ def rows(draw: st.DrawFn) -> list[Row]:
     return draw(st.lists(row, min_size=1, max_size=12))
 
 
+GROUPS = [  # the pretended model looks one position back, so no window is narrower than 2
+    (KvGroup(),),
+    (KvGroup(None, 2),),
+    (KvGroup(5),),
+    (KvGroup(2, 2),),
+    (KvGroup(None, 1), KvGroup(7, 2)),
+    (KvGroup(None, 2), KvGroup(3, 1), KvGroup(9, 1)),
+]
+
+
 @settings(max_examples=300)
 @given(
     rows=rows(),
@@ -209,6 +235,7 @@ def rows(draw: st.DrawFn) -> list[Row]:
     spare_budget=st.integers(0, 12),
     caching=st.booleans(),
     optimistic=st.booleans(),
+    groups=st.sampled_from(GROUPS),
 )
 def test_every_row_says_what_it_says_alone(
     rows: list[Row],
@@ -218,10 +245,12 @@ def test_every_row_says_what_it_says_alone(
     spare_budget: int,
     caching: bool,
     optimistic: bool,
+    groups: tuple[KvGroup, ...],
 ) -> None:
-    least = -(-max(len(row.prompt) + 1 for row in rows) // block_size)
-    pool = BlockPool(least + spare_blocks, block_size, caching)
-    simulation = Simulation(pool, max_num_seqs, max_num_seqs + spare_budget)
+    budget = max_num_seqs + spare_budget
+    least = int(blocks_for(groups, block_size, max(len(row.prompt) + 1 for row in rows), budget))
+    pool = BlockPool(least + spare_blocks, block_size, caching, groups)
+    simulation = Simulation(pool, max_num_seqs, budget)
     if optimistic:
         simulation.scheduler.estimate = Optimist()  # type: ignore[assignment]
     last_arrival = max(row.arrives for row in rows)
@@ -234,12 +263,11 @@ def test_every_row_says_what_it_says_alone(
         if simulation.step() is None and step > last_arrival:
             break
     simulation.assert_idle()
-    limit = pool.num_blocks * block_size
     for key, row in enumerate(rows):
         if row.aborted is None:
             assert key in simulation.done
         if key in simulation.done:
-            assert simulation.done[key] == alone(row.prompt, min(len(row.prompt) + row.max_tokens, limit))
+            assert simulation.done[key] == alone(row.prompt, pool.longest_row(len(row.prompt) + row.max_tokens, budget))
 
 
 def run_all(simulation: Simulation) -> None:
@@ -322,3 +350,39 @@ def test_a_row_that_cannot_ever_fit_is_not_taken() -> None:
     sequence = Sequence(Request(0, [1]), 0, np.ones(1, np.int32), 1, 5, [], 0.0)
     with pytest.raises(AssertionError):
         simulation.scheduler.add(sequence)
+
+
+def hits_between_strangers(knows_who_waits: bool) -> tuple[int, int]:
+    """Rows that share a prefix come one by one, each waiting while two long rows run that share nothing. Prompt tokens
+    found in the cache, and found in one that forgets nothing."""
+    pool, rng = BlockPool(24, 4), np.random.default_rng(0)
+    if not knows_who_waits:  # what is left is least recently used first
+        pool.expect = pool.leave = lambda root: None  # type: ignore[method-assign]
+    simulation = Simulation(pool, max_num_seqs=1, budget=64)
+    shared, strangers = rng.integers(0, END, size=40).tolist(), iter(range(100, 200))
+    simulation.add(0, [*shared, 0], max_tokens=1)
+    for key in range(1, 6):
+        pair = [next(strangers), next(strangers)]
+        for stranger in pair:
+            simulation.add(stranger, rng.integers(0, END, size=40).tolist(), max_tokens=6)
+        simulation.add(key, [*shared, key], max_tokens=1)
+        while simulation.sequences.keys() & set(pair):
+            simulation.step()
+    run_all(simulation)
+    return simulation.scheduler.cached_tokens, simulation.scheduler.cachable_tokens
+
+
+def test_a_prefix_that_rows_wait_for_outlives_those_of_rows_that_are_through() -> None:
+    assert hits_between_strangers(knows_who_waits=True) == (5 * 40, 5 * 40)
+    assert hits_between_strangers(knows_who_waits=False) == (64, 5 * 40)
+
+
+def test_what_a_long_row_leaves_behind_does_not_push_out_a_prefix_that_rows_wait_for() -> None:
+    pool = BlockPool(26, 4, groups=(KvGroup(6),))
+    simulation = Simulation(pool, max_num_seqs=1, budget=8)
+    shared = [1, 2, 3, 4] * 3
+    for key, prompt in enumerate([[*shared, 0], [0, 1] * 60, [*shared, 2]]):  # the second is longer than the pool
+        simulation.add(key, prompt, max_tokens=1)
+        simulation.step()
+    run_all(simulation)
+    assert simulation.scheduler.cached_tokens == len(shared)

@@ -21,6 +21,7 @@ class LayerGeometry:
     key_dim: int
     value_dim: int
     source: int | None = None  # layer whose pages this one reads (KV-shared layers), else its own
+    window: int | None = None  # positions that its queries see, their own included; None: all
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """K and V of one position: kv heads x (key dim + value dim) x element size."""

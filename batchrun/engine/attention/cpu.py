@@ -16,6 +16,8 @@ import torch
 from batchrun.engine.attention.base import AttentionBackend, LayerCall, LayerGeometry, zero_pages
 from batchrun.engine.attention.prefix import prefix_groups
 from batchrun.engine.batch import Batch
+from batchrun.engine.kv_cache import KvGroup
+from batchrun.engine.kv_layout import KvLayout
 from batchrun_kernels.cpu.attention import finish, merge_part, paged_decode, softmax_rows, write_pages
 from batchrun_kernels.cpu.scalar import NEGATIVE, elements
 
@@ -23,6 +25,16 @@ MIN_GROUP_ROWS = 4  # fewer rows read shared pages faster one by one than they g
 MIN_SAVED_BLOCKS = 16
 QUERY_TILE = 256  # query tokens of a dense product: its scores then stay in the cache of a core
 NO_SINKS = np.empty(0, dtype=np.float32)
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What the layers of one block table share in a step."""
+
+    slot_mapping: np.ndarray  # int64 [T]
+    tables: np.ndarray  # int32 [R, B]
+    private: np.ndarray  # int64 [R]: first position outside of a row's prefix group
+    dense: list[_Dense]
 
 
 @dataclass(slots=True)
@@ -44,54 +56,57 @@ class CpuAttention(AttentionBackend):
         self, layers: list[LayerGeometry], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.layers = layers
+        self.layout = KvLayout.of(layers)
         self.block_size = block_size
-        self.pages: list[tuple[torch.Tensor, torch.Tensor] | None] = [
-            None
-            if layer.source is not None
-            else (
-                zero_pages((num_blocks, layer.num_kv_heads, block_size, layer.key_dim), dtype, device),
-                zero_pages((num_blocks, layer.num_kv_heads, block_size, layer.value_dim), dtype, device),
+        pages = [
+            (
+                zero_pages((num_blocks, page.num_kv_heads, block_size, page.key_dim), dtype, device),
+                zero_pages((num_blocks, page.num_kv_heads, block_size, page.value_dim), dtype, device),
             )
-            for layer in layers
+            for page in self.layout.pages
         ]
+        self.pages = [pages[place] for place in self.layout.places]
         self._threads = torch.get_num_threads()
         self._pool = ThreadPoolExecutor(self._threads) if self._threads > 1 else None
 
     def begin(self, batch: Batch) -> None:
-        size = self.block_size
-        self._slot_mapping = batch.slot_mapping
         self._positions = batch.positions
         self._num_decodes = batch.num_decodes
-        self._tables = batch.block_tables
-        self._private = np.zeros(len(batch.slots), dtype=np.int64)  # first position outside of a row's group
         self._seq_lens = batch.seq_lens
-        self._dense: list[_Dense] = []
-        for group in prefix_groups(batch, size, MIN_GROUP_ROWS, MIN_SAVED_BLOCKS):
-            self._private[group.rows] = group.depth * size
+        self._plans = [
+            self._plan(batch, table, group)
+            for table, group in enumerate(group for group in self.layout.groups for _ in range(group.tables))
+        ]
+
+    def _plan(self, batch: Batch, table: int, kv_group: KvGroup) -> _Plan:
+        size, tables = self.block_size, batch.block_tables[table]
+        private = np.zeros(len(batch.slots), dtype=np.int64)
+        plan = _Plan(batch.slot_mapping[table], tables, private, [])
+        for group in prefix_groups(batch, tables, size, MIN_GROUP_ROWS, MIN_SAVED_BLOCKS):
+            private[group.rows] = group.depth * size
             tokens = np.concatenate(
                 [np.arange(batch.query_starts[row], batch.query_starts[row + 1]) for row in group.rows]
             )
-            self._add_dense(tokens, group.blocks, 0, np.full(len(tokens), group.depth * size))
+            _add_dense(plan, tokens, group.blocks, 0, np.full(len(tokens), group.depth * size))
         for row in range(batch.num_decodes, len(batch.slots)):
             start, stop = int(batch.query_starts[row]), int(batch.query_starts[row + 1])
-            first = int(self._private[row])
             for tile in range(start, stop, QUERY_TILE):
                 tokens = np.arange(tile, min(tile + QUERY_TILE, stop))
+                seen = int(kv_group.first_seen(batch.positions[tile]))
+                first = max(int(private[row]), seen // size * size)
                 high = batch.positions[tokens] + 1 - first
                 last = -(-(int(high[-1]) + first) // size)
-                blocks = batch.block_tables[row, first // size : last].astype(np.int64)
-                self._add_dense(tokens, blocks, first, high)
+                _add_dense(plan, tokens, tables[row, first // size : last].astype(np.int64), first, high)
+        return plan
 
     def attend(self, call: LayerCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        source = self.layers[call.layer].source
-        pages = self.pages[call.layer if source is None else source]
-        assert pages is not None
-        if source is None:
-            write_pages(*map(elements, (k.to(pages[0].dtype), v.to(pages[1].dtype), *pages)), self._slot_mapping)
+        plan, pages = self._plans[self.layout.tables[call.layer]], self.pages[call.layer]
+        if self.layers[call.layer].source is None:
+            write_pages(*map(elements, (k.to(pages[0].dtype), v.to(pages[1].dtype), *pages)), plan.slot_mapping)
         out = np.zeros((q.shape[0], q.shape[1], pages[1].shape[-1]), dtype=np.float32)
         lse = np.full(out.shape[:2], NEGATIVE, dtype=np.float32)
-        self._decode(call, q, pages, out, lse)
-        for dense in self._dense:
+        self._decode(call, plan, q, pages, out, lse)
+        for dense in plan.dense:
             self._attend_dense(call, dense, q, pages, out, lse)
         result = torch.empty(out.shape, dtype=q.dtype)
         sinks = NO_SINKS if call.sinks is None else call.sinks.float().numpy()
@@ -101,6 +116,7 @@ class CpuAttention(AttentionBackend):
     def _decode(
         self,
         call: LayerCall,
+        plan: _Plan,
         q: torch.Tensor,
         pages: tuple[torch.Tensor, torch.Tensor],
         out: np.ndarray,
@@ -110,7 +126,7 @@ class CpuAttention(AttentionBackend):
         if not rows:
             return
         last = self._seq_lens[:rows]
-        first = self._private[:rows]
+        first = plan.private[:rows]
         if call.window is not None:
             first = np.maximum(first, last - call.window)
         queries = elements(q[:rows].contiguous())
@@ -120,7 +136,7 @@ class CpuAttention(AttentionBackend):
 
         def span(start: int, stop: int) -> None:
             kernel(
-                queries, k_pages, v_pages, self._tables, first, last, call.scale, softcap, out, lse, start, stop
+                queries, k_pages, v_pages, plan.tables, first, last, call.scale, softcap, out, lse, start, stop
             )  # fmt: skip
 
         if self._pool is None or rows == 1:
@@ -159,11 +175,12 @@ class CpuAttention(AttentionBackend):
             )
             merge_part(elements(torch.bmm(weights, values)), part_lse, tokens, out, lse)
 
-    def _add_dense(self, tokens: np.ndarray, blocks: np.ndarray, first: int, high: np.ndarray) -> None:
-        low = np.zeros(len(tokens), dtype=np.int64)
-        self._dense.append(
-            _Dense(tokens, torch.from_numpy(tokens), torch.from_numpy(blocks), first, low, high.astype(np.int64))
-        )
+
+def _add_dense(plan: _Plan, tokens: np.ndarray, blocks: np.ndarray, first: int, high: np.ndarray) -> None:
+    low = np.zeros(len(tokens), dtype=np.int64)
+    plan.dense.append(
+        _Dense(tokens, torch.from_numpy(tokens), torch.from_numpy(blocks), first, low, high.astype(np.int64))
+    )
 
 
 def _even_spans(work: np.ndarray, count: int) -> list[int]:

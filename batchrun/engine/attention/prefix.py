@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from batchrun.engine.batch import Batch
+from batchrun.engine.kv_cache import HOLE
 
 
 @dataclass(slots=True)
@@ -24,22 +25,25 @@ class PrefixGroup:
         return len(self.blocks)
 
 
-def prefix_groups(batch: Batch, block_size: int, min_rows: int, min_saved: int) -> list[PrefixGroup]:
+def prefix_groups(
+    batch: Batch, tables: np.ndarray, block_size: int, min_rows: int, min_saved: int
+) -> list[PrefixGroup]:
     """Disjoint groups of at least `min_rows` rows that save at least `min_saved` block reads each.
 
-    Each group takes the depth that saves most: (rows that share so deep - 1) x depth.
+    `tables` int32 [R, B] is one of the batch's block tables. Each group takes the depth that saves most: (rows that
+    share so deep - 1) x depth. Rows that have given back their first block read the little that is left alone.
     """
     # A page may be shared up to the last position that was there before the step: own queries see all of it.
     computed = batch.seq_lens - np.diff(batch.query_starts)
     limit = computed // block_size
-    left = np.flatnonzero(limit > 0)
+    left = np.flatnonzero((limit > 0) & (tables[:, 0] != HOLE))
     groups: list[PrefixGroup] = []
     while len(left) >= min_rows:
-        firsts, counts = np.unique(batch.block_tables[left, 0], return_counts=True)
+        firsts, counts = np.unique(tables[left, 0], return_counts=True)
         if counts.max() < min_rows:
             break
-        members = left[batch.block_tables[left, 0] == firsts[counts.argmax()]]
-        group = _best_group(batch.block_tables, members, limit, min_rows)
+        members = left[tables[left, 0] == firsts[counts.argmax()]]
+        group = _best_group(tables, members, limit, min_rows)
         left = left[~np.isin(left, members if group is None else group.rows)]
         if group is not None and (len(group.rows) - 1) * group.depth >= min_saved:
             groups.append(group)

@@ -6,7 +6,7 @@ row, so that no dense mask over the whole batch is ever made.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -14,6 +14,8 @@ import torch.nn.functional as F
 
 from batchrun.engine.attention.base import AttentionBackend, LayerCall, LayerGeometry, zero_pages
 from batchrun.engine.batch import Batch
+from batchrun.engine.kv_cache import HOLE, KvGroup
+from batchrun.engine.kv_layout import KvLayout
 
 PADDING_WASTE = 2.0  # a padded group of decode rows may gather this many times the positions it needs
 
@@ -25,10 +27,35 @@ class _Group:
     start: int  # first query token in the batch
     num_rows: int
     query_len: int
-    blocks: torch.Tensor  # int64 [R, B]
+    blocks: torch.Tensor  # int64 [R, B], in order of position from the first that any query sees
     query_positions: torch.Tensor  # int64 [R, Q]
     key_positions: torch.Tensor  # int64 [L], L = B * block size
     whole: bool  # one row from position 0: its keys are the batch's own, causal
+    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)  # by window: layers may narrow their group's
+
+    def mask(self, window: int | None) -> torch.Tensor:
+        """bool [R, 1, Q, L]: which gathered positions each query sees."""
+        if window not in self.masks:
+            distance = self.query_positions[:, None, :, None] - self.key_positions
+            self.masks[window] = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+        return self.masks[window]
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What the layers of one block table share in a step."""
+
+    slot_mapping: torch.Tensor  # int64 [T]
+    groups: list[_Group]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A batch as the layers of one block table see it."""
+
+    batch: Batch
+    tables: np.ndarray  # int32 [R, B]
+    kv_group: KvGroup
 
 
 class TorchAttention(AttentionBackend):
@@ -38,44 +65,44 @@ class TorchAttention(AttentionBackend):
         self, layers: list[LayerGeometry], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.layers = layers
+        self.layout = KvLayout.of(layers)
         self.block_size = block_size
         self.device = device
-        self.pages: list[tuple[torch.Tensor, torch.Tensor] | None] = [
-            None
-            if layer.source is not None
-            else (
-                zero_pages((num_blocks, block_size, layer.num_kv_heads, layer.key_dim), dtype, device),
-                zero_pages((num_blocks, block_size, layer.num_kv_heads, layer.value_dim), dtype, device),
+        pages = [
+            (
+                zero_pages((num_blocks, block_size, page.num_kv_heads, page.key_dim), dtype, device),
+                zero_pages((num_blocks, block_size, page.num_kv_heads, page.value_dim), dtype, device),
             )
-            for layer in layers
+            for page in self.layout.pages
         ]
-        self._groups: list[_Group] = []
-        self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
-        self._slot_mapping = torch.empty(0, dtype=torch.int64)
+        self.pages = [pages[place] for place in self.layout.places]
+        self._plans: list[_Plan] = []
 
     def begin(self, batch: Batch) -> None:
-        self._slot_mapping = torch.from_numpy(batch.slot_mapping).to(self.device)
-        self._masks.clear()
-        self._groups = [self._decode_group(batch, a, b) for a, b in _length_runs(batch)]
-        self._groups += [self._prompt_group(batch, row) for row in range(batch.num_decodes, len(batch.slots))]
+        runs = _length_runs(batch)
+        self._plans = []
+        for kv_group in self.layout.groups:
+            for _ in range(kv_group.tables):
+                table = len(self._plans)
+                part = _Part(batch, batch.block_tables[table], kv_group)
+                groups = [self._decode_group(part, a, b) for a, b in runs]
+                groups += [self._prompt_group(part, row) for row in range(batch.num_decodes, len(batch.slots))]
+                self._plans.append(_Plan(torch.from_numpy(batch.slot_mapping[table]).to(self.device), groups))
 
     def attend(self, call: LayerCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        source = self.layers[call.layer].source
-        pages = self.pages[call.layer if source is None else source]
-        assert pages is not None
-        if source is None:
+        plan, pages = self._plans[self.layout.tables[call.layer]], self.pages[call.layer]
+        if self.layers[call.layer].source is None:
             for page, new in zip(pages, (k, v), strict=True):
-                page.flatten(0, 1).index_copy_(0, self._slot_mapping, new.to(page.dtype))
+                page.flatten(0, 1).index_copy_(0, plan.slot_mapping, new.to(page.dtype))
         out = q.new_empty(q.shape[0], q.shape[1], pages[1].shape[-1])
-        for index, group in enumerate(self._groups):
+        for group in plan.groups:
             stop = group.start + group.num_rows * group.query_len
-            out[group.start : stop] = self._attend_group(call, index, q[group.start : stop], pages)
+            out[group.start : stop] = self._attend_group(call, group, q[group.start : stop], pages)
         return out
 
     def _attend_group(
-        self, call: LayerCall, index: int, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor]
+        self, call: LayerCall, group: _Group, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor]
     ) -> torch.Tensor:
-        group = self._groups[index]
         rows, count = group.num_rows, group.query_len
         keys, values = (page[group.blocks].flatten(1, 2).transpose(1, 2).to(q.dtype) for page in pages)
         queries = q.view(rows, count, *q.shape[1:]).transpose(1, 2)  # [R, Hq, Q, D]
@@ -85,36 +112,31 @@ class TorchAttention(AttentionBackend):
                 queries, keys, values, is_causal=True, scale=call.scale, enable_gqa=keys.shape[1] != queries.shape[1]
             )
         else:
-            out = masked_attention(queries, keys, values, self._mask(index, call.window), call)
+            out = masked_attention(queries, keys, values, group.mask(call.window), call)
         return out.transpose(1, 2).reshape(rows * count, *out.shape[1:2], out.shape[-1])
 
-    def _mask(self, index: int, window: int | None) -> torch.Tensor:
-        """bool [R, 1, Q, L]: which gathered positions each query sees. Made once per step and window."""
-        if (index, window) not in self._masks:
-            group = self._groups[index]
-            distance = group.query_positions[:, None, :, None] - group.key_positions
-            self._masks[index, window] = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-        return self._masks[index, window]
+    def _decode_group(self, part: _Part, start: int, stop: int) -> _Group:
+        return self._group(part, start, stop, start, 1, whole=False)
 
-    def _decode_group(self, batch: Batch, start: int, stop: int) -> _Group:
-        width = -(-int(batch.seq_lens[start:stop].max()) // self.block_size)
-        return self._group(batch, start, stop, start, 1, width, whole=False)
+    def _prompt_group(self, part: _Part, row: int) -> _Group:
+        first, last = (int(start) for start in part.batch.query_starts[row : row + 2])
+        whole = int(part.batch.seq_lens[row]) == last - first
+        return self._group(part, row, row + 1, first, last - first, whole)
 
-    def _prompt_group(self, batch: Batch, row: int) -> _Group:
-        first, last = int(batch.query_starts[row]), int(batch.query_starts[row + 1])
-        width = -(-int(batch.seq_lens[row]) // self.block_size)
-        whole = int(batch.seq_lens[row]) == last - first
-        return self._group(batch, row, row + 1, first, last - first, width, whole)
-
-    def _group(self, batch: Batch, row: int, stop: int, start: int, count: int, width: int, whole: bool) -> _Group:
-        positions = batch.positions[start : start + (stop - row) * count].reshape(stop - row, count)
+    def _group(self, part: _Part, row: int, stop: int, start: int, count: int, whole: bool) -> _Group:
+        size = self.block_size
+        positions = part.batch.positions[start : start + (stop - row) * count].reshape(stop - row, count)
+        low = int(part.kv_group.first_seen(positions[:, 0]).min()) // size
+        high = -(-int(part.batch.seq_lens[row:stop].max()) // size)
+        blocks = part.tables[row:stop, low:high].astype(np.int64)
         return _Group(
             start=start,
             num_rows=stop - row,
             query_len=count,
-            blocks=torch.from_numpy(batch.block_tables[row:stop, :width].astype(np.int64)).to(self.device),
+            # Rows of other lengths have holes there, which the mask hides: any page will do.
+            blocks=torch.from_numpy(np.where(blocks == HOLE, 0, blocks)).to(self.device),
             query_positions=torch.from_numpy(positions).to(self.device),
-            key_positions=torch.arange(width * self.block_size, device=self.device),
+            key_positions=torch.arange(low * size, high * size, device=self.device),
             whole=whole,
         )
 
