@@ -211,7 +211,7 @@ def test_half_precision_stays_near_the_exact_result(backend_class: type[Attentio
 def test_prefix_groups_equal_naive_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "MIN_GROUP_ROWS", 2)
     monkeypatch.setattr(cpu, "MIN_SAVED_BLOCKS", 1)
-    monkeypatch.setattr(cpu, "QUERY_TILE", 3)
+    monkeypatch.setattr(cpu, "SPAN_TOKENS", 3)
     shape = replace(SHAPES[name], lengths=(30, 3, 41, 29, 26, 37, 22))
     if shape.block_size > 8:
         shape = replace(shape, block_size=8)

@@ -1,8 +1,8 @@
 """Attention for the CPU: pages are read where they lie, shared pages once for all rows that share them.
 
-A step is cut into parts whose results are merged by log-sum-exp: the shared pages of each prefix group as one
-dense product for all its queries; the rest of a prompt chunk as dense causal products; the rest of a decoding
-row by a kernel that walks its pages. Dense parts run in the model's precision, as eager attention does.
+A step is cut into spans: tokens that attend to the same run of blocks. The rows of a prefix group attend to their
+shared blocks in one span; every row attends to the rest of its own blocks in another, which goes on from the state that
+the shared part left. One kernel takes both, for prompts and for decoding alike.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 from batchrun.engine.attention.base import AttentionBackend, LayerCall, LayerGeometry, zero_pages
 from batchrun.engine.attention.prefix import prefix_groups
 from batchrun.engine.batch import Batch
-from batchrun.engine.kv_cache import KvGroup
 from batchrun.engine.kv_layout import KvLayout
-from batchrun_kernels.cpu.attention import finish, merge_part, paged_decode, softmax_rows, write_pages
-from batchrun_kernels.cpu.scalar import NEGATIVE, elements
+from batchrun_kernels.cpu.attention import BLOCK, END, FIRST, LAST, PageShape, attend, write_pages
+from batchrun_kernels.cpu.scalar import elements
 
-MIN_GROUP_ROWS = 4  # fewer rows read shared pages faster one by one than they gather them
+MIN_GROUP_ROWS = 4  # fewer rows gain less from reading shared pages together than a second span costs
 MIN_SAVED_BLOCKS = 16
-QUERY_TILE = 256  # query tokens of a dense product: its scores then stay in the cache of a core
+SPAN_TOKENS = 64  # of a span at most, so that threads can share a long prompt
+PARALLEL_PAIRS = 2**15  # pairs of query token and key in a step from which threads are worth waking
 NO_SINKS = np.empty(0, dtype=np.float32)
 
 
@@ -33,24 +33,14 @@ class _Plan:
 
     slot_mapping: np.ndarray  # int64 [T]
     tables: np.ndarray  # int32 [R, B]
-    private: np.ndarray  # int64 [R]: first position outside of a row's prefix group
-    dense: list[_Dense]
-
-
-@dataclass(slots=True)
-class _Dense:
-    """Query tokens that attend to the same keys: positions [first, first + blocks * block size) of a row or group."""
-
-    tokens: np.ndarray  # int64 [M], places in the batch
-    index: torch.Tensor  # the same
-    blocks: torch.Tensor  # int64 [B]
-    first: int  # position of the first key
-    low: np.ndarray  # int64 [M]: first key seen without a window, as an offset from `first`
-    high: np.ndarray  # int64 [M]: one past the last key seen
+    order: np.ndarray  # int64 [N]: the batch's tokens, then those of the groups
+    joined: np.ndarray  # bool [T]: tokens of a group
+    shared: list[np.ndarray]  # spans int64 [S, 6] for each thread, which must be done before ...
+    own: list[np.ndarray]  # ... these
 
 
 class CpuAttention(AttentionBackend):
-    """Pages: K [blocks, kv heads, block size, Dk], V [blocks, kv heads, block size, Dv] per layer."""
+    """The pages of a layer are packed as batchrun_kernels/cpu/attention.py says."""
 
     def __init__(
         self, layers: list[LayerGeometry], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
@@ -58,133 +48,107 @@ class CpuAttention(AttentionBackend):
         self.layers = layers
         self.layout = KvLayout.of(layers)
         self.block_size = block_size
-        pages = [
-            (
-                zero_pages((num_blocks, page.num_kv_heads, block_size, page.key_dim), dtype, device),
-                zero_pages((num_blocks, page.num_kv_heads, block_size, page.value_dim), dtype, device),
-            )
-            for page in self.layout.pages
+        self.dtype = dtype
+        inner = 1 if dtype == torch.float32 else 2
+        shapes = [
+            PageShape(block_size, page.num_kv_heads, page.key_dim, page.value_dim, inner) for page in self.layout.pages
         ]
-        self.pages = [pages[place] for place in self.layout.places]
+        pages = [
+            tuple(elements(zero_pages((num_blocks, *block), dtype, device)) for block in (shape.keys, shape.values))
+            for shape in shapes
+        ]
+        self._pages = [(*pages[place], shapes[place], shapes[place].sizes()) for place in self.layout.places]
         self._threads = torch.get_num_threads()
         self._pool = ThreadPoolExecutor(self._threads) if self._threads > 1 else None
+        self._state: tuple[np.ndarray, np.ndarray, np.ndarray] = _new_state((0, 0, 0))
 
     def begin(self, batch: Batch) -> None:
         self._positions = batch.positions
-        self._num_decodes = batch.num_decodes
-        self._seq_lens = batch.seq_lens
-        self._plans = [
-            self._plan(batch, table, group)
-            for table, group in enumerate(group for group in self.layout.groups for _ in range(group.tables))
-        ]
+        self._plans = [self._plan(batch, table) for table in range(self.layout.num_tables)]
 
-    def _plan(self, batch: Batch, table: int, kv_group: KvGroup) -> _Plan:
-        size, tables = self.block_size, batch.block_tables[table]
-        private = np.zeros(len(batch.slots), dtype=np.int64)
-        plan = _Plan(batch.slot_mapping[table], tables, private, [])
+    def _plan(self, batch: Batch, table: int) -> _Plan:
+        size, tables, starts = self.block_size, batch.block_tables[table], batch.query_starts
+        order, joined = [np.arange(batch.num_tokens)], np.zeros(batch.num_tokens, dtype=bool)
+        first_block = np.zeros(len(batch.slots), dtype=np.int64)
+        shared, total = [np.empty((0, 6), dtype=np.int64)], batch.num_tokens
         for group in prefix_groups(batch, tables, size, MIN_GROUP_ROWS, MIN_SAVED_BLOCKS):
-            private[group.rows] = group.depth * size
-            tokens = np.concatenate(
-                [np.arange(batch.query_starts[row], batch.query_starts[row + 1]) for row in group.rows]
-            )
-            _add_dense(plan, tokens, group.blocks, 0, np.full(len(tokens), group.depth * size))
-        for row in range(batch.num_decodes, len(batch.slots)):
-            start, stop = int(batch.query_starts[row]), int(batch.query_starts[row + 1])
-            for tile in range(start, stop, QUERY_TILE):
-                tokens = np.arange(tile, min(tile + QUERY_TILE, stop))
-                seen = int(kv_group.first_seen(batch.positions[tile]))
-                first = max(int(private[row]), seen // size * size)
-                high = batch.positions[tokens] + 1 - first
-                last = -(-(int(high[-1]) + first) // size)
-                _add_dense(plan, tokens, tables[row, first // size : last].astype(np.int64), first, high)
-        return plan
+            tokens = np.concatenate([np.arange(starts[row], starts[row + 1]) for row in group.rows])
+            order.append(tokens)
+            joined[tokens] = True
+            first_block[group.rows] = group.depth
+            shared.append(_spans(total, total + len(tokens), int(group.rows[0]), 0, group.depth, 0))
+            total += len(tokens)
+        last_block = -(-batch.seq_lens // size)
+        own = [_single_spans(batch.num_decodes, first_block, last_block)]
+        own += [
+            _spans(int(starts[row]), int(starts[row + 1]), row, int(first_block[row]), int(last_block[row]), 1)
+            for row in range(batch.num_decodes, len(batch.slots))
+        ]
+        return _Plan(
+            batch.slot_mapping[table],
+            tables,
+            np.concatenate(order),
+            joined,
+            self._split(np.concatenate(shared)),
+            self._split(np.concatenate(own)),
+        )
+
+    def _split(self, spans: np.ndarray) -> list[np.ndarray]:
+        """The spans in as many parts of about equal work as threads are worth it; none if there are none."""
+        if not len(spans):
+            return []
+        pairs = np.cumsum((spans[:, LAST] - spans[:, FIRST]) * (spans[:, END] - spans[:, BLOCK])) * self.block_size
+        if self._pool is None or pairs[-1] < PARALLEL_PAIRS:
+            return [spans]
+        cuts = np.searchsorted(pairs, pairs[-1] * np.arange(1, self._threads) / self._threads) + 1
+        return [part for part in np.split(spans, cuts) if len(part)]
 
     def attend(self, call: LayerCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        plan, pages = self._plans[self.layout.tables[call.layer]], self.pages[call.layer]
+        plan = self._plans[self.layout.tables[call.layer]]
+        k_pages, v_pages, shape, sizes = self._pages[call.layer]
         if self.layers[call.layer].source is None:
-            write_pages(*map(elements, (k.to(pages[0].dtype), v.to(pages[1].dtype), *pages)), plan.slot_mapping)
-        out = np.zeros((q.shape[0], q.shape[1], pages[1].shape[-1]), dtype=np.float32)
-        lse = np.full(out.shape[:2], NEGATIVE, dtype=np.float32)
-        self._decode(call, plan, q, pages, out, lse)
-        for dense in plan.dense:
-            self._attend_dense(call, dense, q, pages, out, lse)
-        result = torch.empty(out.shape, dtype=q.dtype)
+            keys, values = (elements(x.to(self.dtype)) for x in (k, v))
+            write_pages(keys, values, k_pages, v_pages, plan.slot_mapping, self.block_size)
+        queries = elements(q.to(self.dtype))
+        result = torch.empty((*q.shape[:2], shape.value_dim), dtype=self.dtype)
+        if plan.shared and self._state[2].shape != (need := (*q.shape[:2], shape.values[2])):
+            self._state = _new_state(need)
         sinks = NO_SINKS if call.sinks is None else call.sinks.float().numpy()
-        finish(out, lse, sinks, elements(result))
-        return result
+        target, window, softcap = elements(result), call.window or 0, call.softcap or 0.0
 
-    def _decode(
-        self,
-        call: LayerCall,
-        plan: _Plan,
-        q: torch.Tensor,
-        pages: tuple[torch.Tensor, torch.Tensor],
-        out: np.ndarray,
-        lse: np.ndarray,
-    ) -> None:
-        rows = self._num_decodes
-        if not rows:
-            return
-        last = self._seq_lens[:rows]
-        first = plan.private[:rows]
-        if call.window is not None:
-            first = np.maximum(first, last - call.window)
-        queries = elements(q[:rows].contiguous())
-        k_pages, v_pages = map(elements, pages)
-        softcap = call.softcap or 0.0
-        kernel = paged_decode(q.shape[1] // k_pages.shape[1], k_pages.shape[3], v_pages.shape[3])
-
-        def span(start: int, stop: int) -> None:
-            kernel(
-                queries, k_pages, v_pages, plan.tables, first, last, call.scale, softcap, out, lse, start, stop
+        def run(spans: np.ndarray) -> None:
+            attend(
+                sizes, self.block_size, queries, k_pages, v_pages, plan.tables, plan.order, self._positions,
+                window, call.scale, softcap, sinks, spans, plan.joined, *self._state, target,
             )  # fmt: skip
 
-        if self._pool is None or rows == 1:
-            span(0, rows)
-        else:
-            bounds = _even_spans(last - first, self._threads)
-            list(self._pool.map(span, bounds[:-1], bounds[1:]))
-
-    def _attend_dense(
-        self,
-        call: LayerCall,
-        dense: _Dense,
-        q: torch.Tensor,
-        pages: tuple[torch.Tensor, torch.Tensor],
-        out: np.ndarray,
-        lse: np.ndarray,
-    ) -> None:
-        low = dense.low
-        if call.window is not None:
-            low = np.maximum(low, self._positions[dense.tokens] - call.window + 1 - dense.first)
-            if (low >= dense.high).all():
-                return
-        k_pages, v_pages = pages
-        kv_heads, value_dim = v_pages.shape[1], v_pages.shape[3]
-        group = q.shape[1] // kv_heads
-        keys = k_pages[dense.blocks].transpose(0, 1).reshape(kv_heads, -1, k_pages.shape[3]).to(q.dtype)
-        values = v_pages[dense.blocks].transpose(0, 1).reshape(kv_heads, -1, value_dim).to(q.dtype)
-        for start in range(0, len(dense.tokens), QUERY_TILE):
-            tile = slice(start, start + QUERY_TILE)
-            tokens = dense.tokens[tile]
-            queries = q[dense.index[tile]].view(len(tokens), kv_heads, group, -1).transpose(0, 1)
-            weights = torch.bmm(queries.reshape(kv_heads, len(tokens) * group, -1), keys.transpose(1, 2))
-            part_lse = np.empty(weights.shape[:2], dtype=np.float32)
-            softmax_rows(
-                elements(weights), low[tile], dense.high[tile], call.scale, call.softcap or 0.0, group, part_lse
-            )
-            merge_part(elements(torch.bmm(weights, values)), part_lse, tokens, out, lse)
+        for parts in (plan.shared, plan.own):
+            if len(parts) > 1 and self._pool is not None:
+                list(self._pool.map(run, parts))
+            elif parts:
+                run(parts[0])
+        return result.to(q.dtype)
 
 
-def _add_dense(plan: _Plan, tokens: np.ndarray, blocks: np.ndarray, first: int, high: np.ndarray) -> None:
-    low = np.zeros(len(tokens), dtype=np.int64)
-    plan.dense.append(
-        _Dense(tokens, torch.from_numpy(tokens), torch.from_numpy(blocks), first, low, high.astype(np.int64))
+def _spans(first: int, last: int, row: int, block: int, end: int, final: int) -> np.ndarray:
+    """int64 [S, 6]: places [first, last) of `order` and blocks [block, end) of a row."""
+    starts = np.arange(first, last, SPAN_TOKENS)
+    spans = np.empty((len(starts), 6), dtype=np.int64)
+    spans[:, FIRST], spans[:, LAST] = starts, np.minimum(starts + SPAN_TOKENS, last)
+    spans[:, LAST + 1 :] = row, block, end, final
+    return spans
+
+
+def _single_spans(rows: int, first_block: np.ndarray, last_block: np.ndarray) -> np.ndarray:
+    """The own spans of the first `rows` rows, which have one query token each."""
+    row = np.arange(rows)
+    return np.stack([row, row + 1, row, first_block[:rows], last_block[:rows], np.ones_like(row)], axis=1)
+
+
+def _new_state(shape: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What shared spans leave for the own ones of a token: tops, totals [T, Hq] and sums [T, Hq, width], float32."""
+    return (
+        np.empty(shape[:2], dtype=np.float32),
+        np.empty(shape[:2], dtype=np.float32),
+        np.empty(shape, dtype=np.float32),
     )
-
-
-def _even_spans(work: np.ndarray, count: int) -> list[int]:
-    """Bounds of `count` runs of rows with about the same sum of `work`."""
-    total = np.cumsum(work)
-    cuts = np.searchsorted(total, total[-1] * np.arange(1, count) / count) + 1
-    return [0, *np.minimum(cuts, len(work)).tolist(), len(work)]

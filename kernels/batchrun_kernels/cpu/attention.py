@@ -1,180 +1,243 @@
-"""Attention over paged KV on the CPU, in parts that are merged by log-sum-exp.
+"""Attention over paged KV on the CPU: pages are read where they lie, by as many query rows at once as share them.
 
-Pages: K [blocks, kv heads, block size, Dk] and V [blocks, kv heads, block size, Dv]. Half-precision arrays come as
-their bits (see scalar.py). Query head h reads kv head h // G, G = query heads / kv heads. `lse` is the natural log
-of the sum of exp(scaled scores), NEGATIVE where nothing is visible. Online softmax: Milakov and Gimelshein 2018
-(arXiv 1805.02867), section 3; merging of parts: Juravsky et al. 2024 (Hydragen, arXiv 2402.05099), section 3.1.
+Pages are packed for the products of tile.py. With P elements side by side (2 in half precision, 1 in float32):
+K [blocks, kv heads, panels, pairs, lanes, P], the token slots of a block lying in panels of up to 64 lanes;
+V [blocks, kv heads, slots / P, width, P], `slots` and `width` rounded up to whole vectors. Half-precision arrays come
+as their bits (see scalar.py). Query head h reads kv head h // G, G = query heads / kv heads.
+
+Online softmax: Milakov and Gimelshein 2018 (arXiv 1805.02867), section 3. A shared prefix is attended to once for all
+rows that have it: Juravsky et al. 2024 (Hydragen, arXiv 2402.05099), section 3.1; instead of merging both parts at the
+end, the second goes on from the state of the first.
 """
 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
 
-from batchrun_kernels.cpu.scalar import LN2, LOG2E, NEGATIVE, exp2, larger, narrow, widen
-from batchrun_kernels.cpu.vector import add_weighted_rows, dot_rows
+from batchrun_kernels.cpu.scalar import LOG2E, NEGATIVE, exp2, larger, narrow
+from batchrun_kernels.cpu.tile import LANES, PANEL_LANES, ROWS, add_values, score_rows, sizes
 
 Array = np.ndarray
+ROUND_SLOTS = 128  # keys whose scores are looked at together: fewer, and their maxima and sums cost more than the rest
+
+# Columns of a span: tokens order[FIRST:LAST] attend to blocks [BLOCK, END) of a row of the block tables.
+# FINAL 1: these are the last keys they see, and the result is written; 0: their state is kept.
+FIRST, LAST, TABLE, BLOCK, END, FINAL = range(6)
+
+
+class PageShape(NamedTuple):
+    """How the KV of a layer is packed."""
+
+    block_size: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    inner: int  # elements side by side: 2 in half precision, 1 in float32
+
+    @property
+    def lanes(self) -> int:
+        """Token slots of a panel."""
+        return min(PANEL_LANES * LANES, -(-self.block_size // LANES) * LANES)
+
+    @property
+    def panels(self) -> int:
+        return -(-self.block_size // self.lanes)
+
+    @property
+    def keys(self) -> tuple[int, ...]:
+        """Shape of one block of K."""
+        return self.kv_heads, self.panels, -(-self.key_dim // self.inner), self.lanes, self.inner
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        """Shape of one block of V."""
+        width = -(-self.value_dim // LANES) * LANES
+        return self.kv_heads, self.panels * self.lanes // self.inner, width, self.inner
+
+    def sizes(self) -> Array:
+        """What `attend` is compiled for."""
+        _, panels, pairs, lanes, _ = self.keys
+        return sizes(pairs=pairs, lanes=lanes, slots=panels * lanes, width=self.values[2])
 
 
 @njit(nogil=True, cache=True, fastmath=True, error_model="numpy")
-def write_pages(k: Array, v: Array, k_pages: Array, v_pages: Array, slot_mapping: Array) -> None:
+def write_pages(k: Array, v: Array, k_pages: Array, v_pages: Array, slot_mapping: Array, block_size: int) -> None:
     """Put k [T, Hkv, Dk] and v [T, Hkv, Dv] (element type of the pages) at slots [T] = block * block size + offset."""
-    size = v_pages.shape[2]
+    lanes, inner = k_pages.shape[4], k_pages.shape[5]
     for t in range(k.shape[0]):
-        block, offset = slot_mapping[t] // size, slot_mapping[t] % size
+        block, offset = slot_mapping[t] // block_size, slot_mapping[t] % block_size
+        panel, lane = offset // lanes, offset % lanes
         for h in range(k.shape[1]):
-            # Element by element: numba's slice assignment checks for overlap each time, at ten times the cost.
-            source, target = k[t, h], k_pages[block, h, offset]
-            for d in range(target.shape[0]):
+            source = k[t, h]
+            for i in range(inner):
+                target = k_pages[block, h, panel, :, lane, i]
+                for d in range(source[i::inner].shape[0]):
+                    target[d] = source[d * inner + i]
+            source, target = v[t, h], v_pages[block, h, offset // inner, :, offset % inner]
+            for d in range(source.shape[0]):
                 target[d] = source[d]
-            source, target = v[t, h], v_pages[block, h, offset]
-            for d in range(target.shape[0]):
-                target[d] = source[d]
 
 
-@lru_cache
-def paged_decode(group: int, key_dim: int, value_dim: int) -> Any:
-    """The decode kernel for G = `group` query heads per kv head: compiled for its sizes, which unrolls its loops.
+@njit(nogil=True, cache=True, fastmath=True, error_model="numpy")
+def attend(
+    sizes, block_size, q, k_pages, v_pages, tables, order, positions, window, scale, softcap, sinks, spans, joined,
+    tops, totals, sums, result,
+):  # fmt: skip
+    """Attention of the query tokens of `spans` int64 [S, 6].
 
-    f(q, k_pages, v_pages, block_tables, first, last, scale, softcap, out, lse, start, stop) attends with rows
-    [start, stop) of single queries q [R, Hq, Dk] to key positions [first[r], last[r]) of their pages.
-    block_tables int32 [R, B]; softcap 0 is none; writes out float32 [R, Hq, Dv] and lse float32 [R, Hq].
-    Bytes: every visible K and V element once. FLOPs: 2 Hq (Dk + Dv) per position.
+    q [T, Hq, Dk], result [T, Hq, Dv] in its type; tables int32 [R, B]; order int64 [N]: tokens that spans name;
+    positions int64 [T]; window 0 and softcap 0 are none; sinks float32 [Hq], or [0] for none. Tokens with joined[t]
+    have a span that is not final before their final one, and their state in between is kept: tops [T, Hq] in units of log2,
+    totals [T, Hq], sums [T, Hq, width], all float32.
+    Bytes: each visible K and V element once for every 6 query rows. FLOPs: 2 (Dk + Dv) per query head and visible key.
     """
-    dot = dot_rows(group, key_dim)
-    add_weighted = add_weighted_rows(group, value_dim)
+    kv_heads, panels, pairs, lanes, inner = (
+        k_pages.shape[1], k_pages.shape[2], k_pages.shape[3], k_pages.shape[4], k_pages.shape[5]
+    )  # fmt: skip
+    slots, width = v_pages.shape[2] * inner, v_pages.shape[3]
+    group = q.shape[1] // kv_heads
+    # Blocks whose slots fill their lanes lie end to end in a line of scores.
+    together = max(1, ROUND_SLOTS // slots) if slots == block_size else 1
+    stride = together * slots
+    k_block, v_block = panels * pairs * lanes * inner, slots * width
+    queries = np.zeros((ROWS, pairs * inner), dtype=q.dtype)
+    scores = np.empty((ROWS, stride), dtype=np.float32)
+    weights = np.empty((ROWS, stride), dtype=q.dtype)
+    out = np.empty((ROWS, width), dtype=np.float32)
+    top, total = np.empty(ROWS, dtype=np.float32), np.empty(ROWS, dtype=np.float32)
+    shrink, ones = np.empty(ROWS, dtype=np.float32), np.ones(ROWS, dtype=np.float32)
+    lows, highs = np.empty(ROWS, dtype=np.int64), np.empty(ROWS, dtype=np.int64)
+    for s in range(spans.shape[0]):
+        span = spans[s]
+        table, final = tables[span[TABLE]], span[FINAL]
+        least, most = span[BLOCK] * block_size, span[END] * block_size
+        count = (span[LAST] - span[FIRST]) * group
+        for h in range(kv_heads):
+            for start in range(0, count, ROWS):
+                rows = min(ROWS, count - start)
+                low, high = most, least
+                for r in range(rows):
+                    t, head = order[span[FIRST] + (start + r) // group], h * group + (start + r) % group
+                    source, target = q[t, head], queries[r]
+                    for d in range(source.shape[0]):
+                        target[d] = source[d]
+                    highs[r] = min(positions[t] + 1, most)
+                    lows[r] = min(max(least, positions[t] + 1 - window), highs[r]) if window else least
+                    low, high = min(low, lows[r]), max(high, highs[r])
+                    row = out[r]
+                    if final and joined[t]:
+                        top[r], total[r], kept = tops[t, head], totals[t, head], sums[t, head]
+                        for d in range(row.shape[0]):
+                            row[d] = kept[d]
+                    else:
+                        top[r], total[r] = NEGATIVE, np.float32(0.0)
+                        for d in range(row.shape[0]):
+                            row[d] = np.float32(0.0)
+                for block in range(low // block_size, (high + block_size - 1) // block_size, together):
+                    blocks = min(together, (high + block_size - 1) // block_size - block)
+                    for j in range(blocks):
+                        at = (np.int64(table[block + j]) * kv_heads + h) * k_block
+                        for panel in range(panels):
+                            _scores(sizes, queries, k_pages, at + panel * pairs * lanes * inner, scores,
+                                    j * slots + panel * lanes, stride, rows)  # fmt: skip
+                    base, length = block * block_size, blocks * slots
+                    for r in range(rows):
+                        a, b = max(lows[r] - base, 0), min(highs[r] - base, blocks * block_size)
+                        before = top[r]
+                        top[r], added = _weigh(scores[r], weights[r], a, b, length, scale, softcap, before)
+                        shrink[r] = exp2(before - top[r])
+                        total[r] = total[r] * shrink[r] + added
+                    for j in range(blocks):
+                        at = (np.int64(table[block + j]) * kv_heads + h) * v_block
+                        _values(sizes, weights, j * slots, stride, v_pages, at, out, shrink if j == 0 else ones, rows)
+                for r in range(rows):
+                    t, head = order[span[FIRST] + (start + r) // group], h * group + (start + r) % group
+                    row = out[r]
+                    if final:
+                        target = result[t, head]
+                        by = _share(top[r], total[r], sinks, head)
+                        for d in range(target.shape[0]):
+                            target[d] = narrow(row[d] * by, target[d])
+                    else:
+                        tops[t, head], totals[t, head], kept = top[r], total[r], sums[t, head]
+                        for d in range(row.shape[0]):
+                            kept[d] = row[d]
 
-    @njit(nogil=True, cache=True, fastmath=True, error_model="numpy")
-    def kernel(q, k_pages, v_pages, block_tables, first, last, scale, softcap, out, lse, start, stop):
-        kv_heads, size = k_pages.shape[1], k_pages.shape[2]
-        queries = np.empty((kv_heads, group, key_dim), dtype=np.float32)
-        scores = np.empty((group, size), dtype=np.float32)
-        shrink = np.empty(group, dtype=np.float32)
-        highest = np.empty((kv_heads, group), dtype=np.float32)
-        total = np.empty((kv_heads, group), dtype=np.float32)
-        for r in range(start, stop):
-            highest[:] = NEGATIVE
-            total[:] = np.float32(0.0)
-            out[r] = np.float32(0.0)
-            for h in range(kv_heads):
-                for g in range(group):
-                    for d in range(key_dim):
-                        queries[h, g, d] = widen(q[r, h * group + g, d]) * np.float32(scale)
-            for b in range(first[r] // size, (last[r] + size - 1) // size):
-                low, high = max(0, first[r] - b * size), min(size, last[r] - b * size)
-                count = high - low
-                for h in range(kv_heads):
-                    at = (np.int64(block_tables[r, b]) * kv_heads + h) * size + low
-                    dot(queries, h * group * key_dim, k_pages, at * key_dim, count, scores, 0, size)
-                    for g in range(group):
-                        row = scores[g, :count]
-                        if softcap > 0:
-                            cap_scores(row, softcap)
-                        top, added = exponentials(row, highest[h, g])
-                        shrink[g] = exp2(highest[h, g] - top)
-                        highest[h, g] = top
-                        total[h, g] = total[h, g] * shrink[g] + added
-                    place = (r * kv_heads + h) * group * value_dim
-                    add_weighted(scores, 0, size, v_pages, at * value_dim, count, out, place, shrink, 0)
-            for h in range(kv_heads):
-                for g in range(group):
-                    head = h * group + g
-                    lse[r, head] = log_sum(highest[h, g], total[h, g])
-                    inverse = np.float32(1.0) / total[h, g] if total[h, g] > 0 else np.float32(0.0)
-                    for d in range(value_dim):
-                        out[r, head, d] *= inverse
 
-    return kernel
+@njit(inline="always")
+def _scores(sizes, queries, k_pages, at, scores, place, stride, rows):
+    if rows == 6:
+        score_rows(sizes, queries, 0, k_pages, at, scores, place, stride, 6)
+    elif rows == 5:
+        score_rows(sizes, queries, 0, k_pages, at, scores, place, stride, 5)
+    elif rows == 4:
+        score_rows(sizes, queries, 0, k_pages, at, scores, place, stride, 4)
+    elif rows == 3:
+        score_rows(sizes, queries, 0, k_pages, at, scores, place, stride, 3)
+    elif rows == 2:
+        score_rows(sizes, queries, 0, k_pages, at, scores, place, stride, 2)
+    else:
+        score_rows(sizes, queries, 0, k_pages, at, scores, place, stride, 1)
+
+
+@njit(inline="always")
+def _values(sizes, weights, place, stride, v_pages, at, out, shrink, rows):
+    if rows == 6:
+        add_values(sizes, weights, place, stride, v_pages, at, out, shrink, 6)
+    elif rows == 5:
+        add_values(sizes, weights, place, stride, v_pages, at, out, shrink, 5)
+    elif rows == 4:
+        add_values(sizes, weights, place, stride, v_pages, at, out, shrink, 4)
+    elif rows == 3:
+        add_values(sizes, weights, place, stride, v_pages, at, out, shrink, 3)
+    elif rows == 2:
+        add_values(sizes, weights, place, stride, v_pages, at, out, shrink, 2)
+    else:
+        add_values(sizes, weights, place, stride, v_pages, at, out, shrink, 1)
 
 
 @njit(nogil=True, cache=True, fastmath=True, error_model="numpy")
-def cap_scores(row: Array, softcap: float) -> None:
-    """softcap * tanh(score / softcap), in place."""
-    for j in range(row.shape[0]):
-        row[j] = np.float32(softcap) * np.float32(math.tanh(row[j] / np.float32(softcap)))
-
-
-@njit(nogil=True, cache=True, fastmath=True, error_model="numpy")
-def exponentials(row: Array, floor: Any) -> Any:
-    """Natural scores to exp(score - top) in place, top in units of log2: (top, sum). `top` is at least `floor`."""
+def _weigh(scores: Array, weights: Array, a: int, b: int, length: int, scale: float, softcap: float, floor: Any) -> Any:
+    """Weights 2**(score - top) of slots [a, b), 0 for the others of [0, length): (top, their sum). `top` >= `floor`."""
+    zero = narrow(np.float32(0.0), weights[0])
+    for j in range(weights[: min(a, length)].shape[0]):
+        weights[j] = zero
+    rest = weights[max(b, 0) : length]
+    for j in range(rest.shape[0]):
+        rest[j] = zero
+    if b <= a:
+        return floor, np.float32(0.0)
+    # Loops run over slices from 0: LLVM vectorises no index that it must check for being negative.
+    line, target = scores[a:b], weights[a:b]
+    if softcap > 0:
+        for j in range(line.shape[0]):
+            capped = np.float32(softcap) * np.float32(math.tanh(line[j] * np.float32(scale) / np.float32(softcap)))
+            line[j] = capped * LOG2E
+    else:
+        factor = np.float32(scale) * LOG2E
+        for j in range(line.shape[0]):
+            line[j] *= factor
     top = floor
-    for j in range(row.shape[0]):
-        row[j] *= LOG2E
-    for j in range(row.shape[0]):
-        top = larger(top, row[j])
+    for j in range(line.shape[0]):
+        top = larger(top, line[j])
     total = np.float32(0.0)
-    for j in range(row.shape[0]):
-        p = exp2(row[j] - top)
-        row[j] = p
-        total += p
+    for j in range(line.shape[0]):
+        weight = exp2(line[j] - top)
+        total += weight
+        target[j] = narrow(weight, zero)
     return top, total
 
 
 @njit(nogil=True, cache=True, fastmath=True, error_model="numpy")
-def log_sum(top: Any, total: Any) -> Any:
-    """Natural log of total * 2**top; NEGATIVE for an empty sum."""
-    return (top + np.float32(np.log2(total))) * LN2 if total > 0 else NEGATIVE
-
-
-@njit(nogil=True, cache=True, fastmath=True, error_model="numpy")
-def softmax_rows(scores: Array, low: Array, high: Array, scale: float, softcap: float, group: int, lse: Array) -> None:
-    """Scores [H, M * group, L] to weights in place: row m * group + g sees keys [low[m], high[m]), others get 0.
-
-    Writes lse float32 [H, M * group].
-    """
-    length = scores.shape[2]
-    buffer = np.empty(length, dtype=np.float32)
-    zero = narrow(np.float32(0.0), scores[0, 0, 0])
-    for h in range(scores.shape[0]):
-        for i in range(scores.shape[1]):
-            b = min(high[i // group], length)
-            a = min(max(low[i // group], 0), b)
-            # Loops run over slices from 0: LLVM vectorises no index that it must check for being negative.
-            line = scores[h, i, a:b]
-            row = buffer[: line.shape[0]]
-            for j in range(line.shape[0]):
-                row[j] = widen(line[j]) * np.float32(scale)
-            if softcap > 0:
-                cap_scores(row, softcap)
-            top, total = exponentials(row, NEGATIVE)
-            inverse = np.float32(1.0) / total if total > 0 else np.float32(0.0)
-            scores[h, i, :a] = zero
-            scores[h, i, b:] = zero
-            for j in range(line.shape[0]):
-                line[j] = narrow(row[j] * inverse, zero)
-            lse[h, i] = log_sum(top, total)
-
-
-@njit(nogil=True, cache=True, fastmath=True, error_model="numpy")
-def merge_part(part: Array, part_lse: Array, tokens: Array, out: Array, lse: Array) -> None:
-    """Merge part [Hkv, M * G, Dv], part_lse [Hkv, M * G] into out float32 [T, Hq, Dv], lse [T, Hq] at tokens [M]."""
-    group = part.shape[1] // tokens.shape[0]
-    for h in range(part.shape[0]):
-        for i in range(part.shape[1]):
-            t, head = tokens[i // group], h * group + i % group
-            old, new = lse[t, head], part_lse[h, i]
-            top = max(old, new)
-            a, b = exp2((old - top) * LOG2E), exp2((new - top) * LOG2E)
-            share = b / (a + b)
-            for d in range(part.shape[2]):
-                out[t, head, d] += share * (widen(part[h, i, d]) - out[t, head, d])
-            lse[t, head] = top + np.float32(np.log2(a + b)) * LN2
-
-
-@njit(nogil=True, cache=True, fastmath=True, error_model="numpy")
-def finish(out: Array, lse: Array, sinks: Array, result: Array) -> None:
-    """Round out float32 [T, Hq, Dv] into result (elements); sinks float32 [Hq] join the softmax, [0] is none."""
-    for t in range(out.shape[0]):
-        for h in range(out.shape[1]):
-            share = np.float32(1.0)
-            if sinks.shape[0]:
-                top = max(lse[t, h], sinks[h])
-                kept = exp2((lse[t, h] - top) * LOG2E)
-                share = kept / (kept + exp2((sinks[h] - top) * LOG2E))
-            for d in range(out.shape[2]):
-                result[t, h, d] = narrow(out[t, h, d] * share, result[t, h, d])
+def _share(top: Any, total: Any, sinks: Array, head: int) -> Any:
+    """What the weighted sum is multiplied with: 1 / (sum of the weights, and of the head's sink)."""
+    if sinks.shape[0]:
+        sink = sinks[head] * LOG2E
+        highest = larger(top, sink)
+        kept = exp2(top - highest)
+        return kept / (total * kept + exp2(sink - highest))
+    return np.float32(1.0) / total if total > 0 else np.float32(0.0)

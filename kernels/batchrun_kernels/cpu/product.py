@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import carray, cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -22,6 +22,7 @@ from numba.extending import intrinsic
 from batchrun_kernels.cpu.layer import gated_gelu_tanh, gated_silu
 from batchrun_kernels.cpu.scalar import narrow, widen
 from batchrun_kernels.cpu.team import JOB, lead
+from batchrun_kernels.cpu.tile import PAIRS, processor_has
 
 PANEL = 64  # output features whose sums stay in registers
 TILE = 6  # rows of such sums: 24 of the 32 vector registers
@@ -34,25 +35,9 @@ FLOAT, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 SUMS, WORDS = ir.VectorType(FLOAT, 16), ir.VectorType(I32, 16)
 
 
-class _BFloat(ir.Type):
-    """LLVM's bfloat, which llvmlite has no name for."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat)
-
-
-PAIRS = ir.VectorType(_BFloat(), 32)
-
-
 def has_bfloat16_products() -> bool:
     """Whether this processor has AVX512-BF16."""
-    return bool(binding.get_host_cpu_features().get("avx512bf16", False))
+    return processor_has("avx512bf16")
 
 
 def can_read(dtype: torch.dtype, features: int, depth: int) -> bool:
@@ -62,7 +47,7 @@ def can_read(dtype: torch.dtype, features: int, depth: int) -> bool:
 
 def has_matrix_unit() -> bool:
     """Whether this processor has AMX for bfloat16, which is far faster than vectors from some rows on."""
-    return bool(binding.get_host_cpu_features().get("amx-bf16", False))
+    return processor_has("amx-bf16")
 
 
 @intrinsic(prefer_literal=True)

@@ -15,7 +15,6 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 LOG2E = np.float32(1.4426950408889634)
-LN2 = np.float32(0.6931471805599453)
 NEGATIVE = np.float32(-1e30)  # stands for minus infinity: differences of it stay finite
 LOWEST_EXPONENT = np.float32(-126.0)
 
