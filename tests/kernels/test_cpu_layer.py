@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from numba import njit
 
-from batchrun_kernels.cpu.layer import gelu_tanh_and_mul, rms_norm, rotate, silu_and_mul
+from batchrun_kernels.cpu.layer import argmax_rows, gelu_tanh_and_mul, rms_norm, rotate, silu_and_mul
 from batchrun_kernels.cpu.scalar import elements, exp2
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -80,3 +80,16 @@ def test_exp2_is_float32_and_vanishes_below_the_normal_numbers() -> None:
     normal = x >= -126
     assert np.abs(out[normal] / exact[normal] - 1).max() < 5e-7
     assert (out[~normal] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [1, 1000, 1024, 5000])
+def test_argmax_rows(dtype: torch.dtype, width: int) -> None:
+    x = torch.randn(7, width).to(dtype)
+    x[1] = float("-inf")
+    x[2, width // 2 :] = float("-inf")
+    x[3] = 0.5  # the first of equal ones
+    x[4, -1] = 9.0
+    out = np.full(7, -1)
+    argmax_rows(elements(x), out)
+    assert out.tolist() == x.float().argmax(dim=1).tolist()

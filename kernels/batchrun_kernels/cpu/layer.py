@@ -14,6 +14,7 @@ from batchrun_kernels.cpu.scalar import LOG2E, exp2, larger, narrow, widen
 
 Array = np.ndarray
 
+ARGMAX_BLOCK = 1024  # elements whose largest is looked for before its place is
 LOWEST = np.float32(-126.0)  # exponents beyond 126 leave float32
 
 
@@ -101,3 +102,23 @@ def rotate(x: Array, cos: Array, sin: Array, norms: Array, eps: float) -> None:
                 first[i] = narrow(low[i] * widen(c[i]) - high[i] * widen(s[i]), first[i])
             for i in range(second.shape[0]):
                 second[i] = narrow(high[i] * widen(c[half + i]) + low[i] * widen(s[half + i]), second[i])
+
+
+@njit(nogil=True, cache=True, error_model="numpy")  # masked logits are minus infinity, which fastmath rules out
+def argmax_rows(x: Array, out: Array) -> None:
+    """out int64 [T] = first place of the largest element in each row of x [T, V]."""
+    for t in range(x.shape[0]):
+        best, place = -np.float32(np.inf), 0
+        for start in range(0, x.shape[1], ARGMAX_BLOCK):
+            block = x[t, start : start + ARGMAX_BLOCK]
+            largest = -np.float32(np.inf)
+            for i in range(block.shape[0]):
+                largest = larger(largest, widen(block[i]))
+            if largest > best:
+                best, place = largest, start
+        line = x[t, place : place + ARGMAX_BLOCK]
+        for i in range(line.shape[0]):
+            if widen(line[i]) == best:
+                place += i
+                break
+        out[t] = place
