@@ -218,9 +218,9 @@ class Engine:
         slots, rows = self.scheduler.slots, batch.slots[batch.sampled]
         if not len(rows):
             return np.empty(0, dtype=np.int64)
-        # In float32 even for half-precision logits, whose argmax torch computes at a tenth of the speed.
-        logits = logits.float()
         asking = np.flatnonzero(slots.num_logprobs[rows] >= 0)
+        if len(asking) or (slots.edited[rows] | (slots.min_tokens[rows] > 0)).any():
+            logits = logits.float()
         logprobs = StepLogprobs(logits, asking, int(slots.num_logprobs[rows].max())) if len(asking) else None
         edited = edit_logits(logits, slots, rows)
         if masks is not None:

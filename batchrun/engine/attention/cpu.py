@@ -54,10 +54,12 @@ class CpuAttention(AttentionBackend):
             PageShape(block_size, page.num_kv_heads, page.key_dim, page.value_dim, inner) for page in self.layout.pages
         ]
         pages = [
-            tuple(elements(zero_pages((num_blocks, *block), dtype, device)) for block in (shape.keys, shape.values))
+            [elements(zero_pages((num_blocks, *block), dtype, device)) for block in (shape.keys, shape.values)]
             for shape in shapes
         ]
-        self._pages = [(*pages[place], shapes[place], shapes[place].sizes()) for place in self.layout.places]
+        self._shapes = [shapes[place] for place in self.layout.places]
+        self._pages = [pages[place] for place in self.layout.places]
+        self._sizes = [shape.sizes() for shape in self._shapes]
         self._threads = torch.get_num_threads()
         self._pool = ThreadPoolExecutor(self._threads) if self._threads > 1 else None
         self._state: tuple[np.ndarray, np.ndarray, np.ndarray] = _new_state((0, 0, 0))
@@ -105,7 +107,8 @@ class CpuAttention(AttentionBackend):
 
     def attend(self, call: LayerCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         plan = self._plans[self.layout.tables[call.layer]]
-        k_pages, v_pages, shape, sizes = self._pages[call.layer]
+        shape, sizes = self._shapes[call.layer], self._sizes[call.layer]
+        k_pages, v_pages = self._pages[call.layer]
         if self.layers[call.layer].source is None:
             keys, values = (elements(x.to(self.dtype)) for x in (k, v))
             write_pages(keys, values, k_pages, v_pages, plan.slot_mapping, self.block_size)

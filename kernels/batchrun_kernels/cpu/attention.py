@@ -91,8 +91,8 @@ def attend(
 
     q [T, Hq, Dk], result [T, Hq, Dv] in its type; tables int32 [R, B]; order int64 [N]: tokens that spans name;
     positions int64 [T]; window 0 and softcap 0 are none; sinks float32 [Hq], or [0] for none. Tokens with joined[t]
-    have a span that is not final before their final one, and their state in between is kept: tops [T, Hq] in units of log2,
-    totals [T, Hq], sums [T, Hq, width], all float32.
+    have a span that is not final before their final one, and their state in between is kept: tops [T, Hq] in units of
+    log2, totals [T, Hq], sums [T, Hq, width], all float32.
     Bytes: each visible K and V element once for every 6 query rows. FLOPs: 2 (Dk + Dv) per query head and visible key.
     """
     kv_heads, panels, pairs, lanes, inner = (

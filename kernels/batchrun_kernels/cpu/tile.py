@@ -204,7 +204,7 @@ def _halves(builder: Any, words: Any, element: Any) -> tuple[Any, Any]:
         return builder.bitcast(builder.shl(words, sixteen), FLOATS), builder.bitcast(high, FLOATS)
     halves, shorts = ir.VectorType(ir.HalfType(), LANES), ir.VectorType(I16, LANES)
     first, second = builder.trunc(words, shorts), builder.trunc(builder.lshr(words, sixteen), shorts)
-    return tuple(builder.fpext(builder.bitcast(x, halves), FLOATS) for x in (first, second))  # type: ignore[return-value]
+    return tuple(builder.fpext(builder.bitcast(x, halves), FLOATS) for x in (first, second))
 
 
 def _inner(element: Any) -> int:
