@@ -1,4 +1,4 @@
-"""`mode=bench`: engines side by side, the scheduler alone, all but the engine, forms, or one claim a line."""
+"""`mode=bench`: engines side by side, the scheduler alone, all but the engine, forms, a task, or one claim a line."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ def run(config: Config) -> int:
         from batchrun.bench import article
 
         return article.run(config)
+    if config.bench.kind == "choose":
+        from batchrun.bench import choose
+
+        return choose.run(config)
     if config.bench.kind == "pipeline":
         from batchrun.bench import pipeline
 

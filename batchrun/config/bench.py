@@ -7,7 +7,7 @@ from typing import Any
 
 from batchrun.config.base import in_range, one_of, setting, strings
 
-BENCH_KINDS = ("engines", "scheduler", "pipeline", "article", "structure")
+BENCH_KINDS = ("engines", "scheduler", "pipeline", "article", "structure", "choose")
 
 
 @dataclass
@@ -17,7 +17,7 @@ class BenchConfig:
     kind: str = setting(
         "engines",
         "engines: side by side; scheduler: host time of a step; pipeline: the rest; structure: forms beside free text; "
-        "article: one claim a line",
+        "choose: labels beside loops over transformers; article: one claim a line",
         identity=False,
     )
     engines: Any = setting(

@@ -40,6 +40,7 @@ from batchrun.engine.pool import EnginePool
 from batchrun.engine.pooler import EmbeddingPooler, Pooler
 from batchrun.engine.quantized import check_int8, quantize_model
 from batchrun.engine.reasoning import Reasoning, known_markers
+from batchrun.engine.scoring import Asked, Choice, Score, ask, choose, following
 from batchrun.engine.stream import StopWhen, Stream
 from batchrun.engine.texts import Text, Texts, stacked
 from batchrun.engine.worker import place_workers
@@ -148,6 +149,45 @@ class LLM:
         if self._texts is None or isinstance(self._texts.pooler, EmbeddingPooler) != (task == "embed"):
             raise BatchrunError(f'this LLM was not made to {task}: use LLM(model, task="{task}")')
         return stacked(self.generate(self._texts.requests(texts)), self._texts.pooler.size)
+
+    def score(self, prompts: Prompt | Sequence[Prompt], continuations: Sequence[str] | None = None) -> list[Score]:
+        """How likely each text is, in order, or, with `continuations`, each of them after its prompt.
+
+        Raises ValueError for a text that cannot be scored, as one beyond the window.
+        """
+        many = _many(prompts)
+        if continuations is not None and len(continuations) != len(many):
+            raise ValueError(f"{len(many)} prompts and {len(continuations)} continuations: give one each")
+        asked: list[Asked] = []
+        for i, prompt in enumerate(many):
+            ids = list(map(int, self._token_ids(prompt)))
+            if continuations is None:
+                asked.append((ids[:1], (tuple(ids[1:]),)))
+            else:
+                asked.append((ids, following(self.tokenizer, _text(prompt), ids, [continuations[i]])))
+        return [Score.of(parts) for parts in ask(self.stream, asked)]
+
+    def choose(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        labels: Sequence[str] | Sequence[Sequence[str]],
+        normalize: Literal["none", "tokens", "bytes"] = "none",
+    ) -> list[Choice]:
+        """The likeliest label after each prompt, in order; `labels` are for all prompts, or a list for each.
+
+        Labels are compared whole, or per token or byte. Raises ValueError for what cannot be scored.
+        """
+        many = _many(prompts)
+        each: Sequence[Any] = [labels] * len(many) if all(isinstance(label, str) for label in labels) else labels
+        if len(each) != len(many):
+            raise ValueError(f"{len(many)} prompts and {len(each)} lists of labels: give one for all, or one each")
+        if few := [list(mine) for mine in each if len(mine) < 2]:
+            raise ValueError(f"labels={few[0]} must be two or more")
+        asked: list[Asked] = []
+        for prompt, mine in zip(many, each, strict=True):
+            ids = list(map(int, self._token_ids(prompt)))
+            asked.append((ids, following(self.tokenizer, _text(prompt), ids, mine)))
+        return [choose(mine, found, normalize) for mine, found in zip(each, ask(self.stream, asked), strict=True)]
 
     @overload
     def stream(
@@ -385,6 +425,12 @@ def _split_options(
     chosen[0].setdefault("path", model)
     made = [section(**given) for section, given in zip(sections, chosen, strict=True)]
     return made[0], made[1], made[2] if reading else None
+
+
+def _text(prompt: Any) -> str | None:
+    """The text of a prompt that is text."""
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return text if isinstance(text, str) else None
 
 
 def _many(prompts: Any) -> Any:

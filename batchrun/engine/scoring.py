@@ -1,15 +1,17 @@
-"""From the likelihoods of token sequences to scores of texts and a choice among labels."""
+"""From texts to the tokens whose likelihood is asked for, and from that to scores and choices among labels."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
-from batchrun.engine.params import Likelihood
+from batchrun.engine.params import Completion, Likelihood, Request
+
+Asked = tuple[list[int], tuple[tuple[int, ...], ...]]  # a prompt's tokens, and those of what may follow it
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,3 +83,27 @@ def windows(num_tokens: int, start: int, size: int, stride: int) -> Iterator[tup
             yield first, max(scored, first + 1), stop
             scored = stop
         first += stride
+
+
+def following(tokenizer: Any, text: str | None, ids: list[int], texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Tokens of texts after a prompt with these ids: of both as one text, if the prompt is text whose tokens stay."""
+    alone = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    both = alone if text is None else tokenizer([text + follow for follow in texts])["input_ids"]
+    return tuple(
+        tuple(whole[len(ids) :]) if len(whole) > len(ids) and whole[: len(ids)] == ids else tuple(own)
+        for whole, own in zip(both, alone, strict=True)
+    )
+
+
+def ask(stream: Callable[[Iterable[Request]], Iterable[Completion]], asked: Sequence[Asked]) -> list[list[Likelihood]]:
+    """The likelihoods of what may follow each prompt, in order; none for a text with nothing to score.
+
+    `stream` is that of an LLM. Raises ValueError for a prompt that cannot run.
+    """
+    found: list[list[Likelihood]] = [[] for _ in asked]
+    requests = (Request(i, ids, continuations=many) for i, (ids, many) in enumerate(asked) if many != ((),))
+    for done in stream(requests):
+        if done.likelihoods is None or not isinstance(done.key, int):
+            raise ValueError(f"prompt {done.key}: {done.error or done.finish_reason}")
+        found[done.key] = done.likelihoods
+    return found
