@@ -71,8 +71,8 @@ def choose(labels: Sequence[str], likelihoods: Sequence[Likelihood], normalize: 
 
 
 def windows(num_tokens: int, start: int, size: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """Windows (first, scored from, stop) over a text of `num_tokens`, of at most `size` tokens and `stride` apart, that
-    score each token from `start` on once, with as much of the text before it as its window holds.
+    """Windows (first, scored from, stop) over a text of `num_tokens`, of at most `size` tokens and `stride` < `size`
+    apart, that score each token from `start` > 0 on once, with as much of the text before it as its window holds.
 
     As in https://huggingface.co/docs/transformers/perplexity. The first window begins with the text.
     """
@@ -80,7 +80,7 @@ def windows(num_tokens: int, start: int, size: int, stride: int) -> Iterator[tup
     while scored < num_tokens:
         stop = min(first + size, num_tokens)
         if stop > scored:
-            yield first, max(scored, first + 1), stop
+            yield first, scored, stop
             scored = stop
         first += stride
 

@@ -12,6 +12,7 @@ from batchrun.data.outputs import RowResult
 from batchrun.engine.params import Completion, Request
 from batchrun.engine.scoring import Score as Scored
 from batchrun.engine.scoring import windows
+from batchrun.errors import ConfigError
 from batchrun.row import Row
 from batchrun.tasks.base import Task, row_result
 
@@ -31,15 +32,20 @@ class Score(Task):
         return None if template is None else Ending(template, schema)
 
     def longest_prompt(self, max_model_len: int) -> int:
-        self.window = max_model_len
-        return max_model_len if self.config.score.stride is None else sys.maxsize
+        stride, self.window = self.config.score.stride, max_model_len
+        if stride is not None and stride >= max_model_len:
+            raise ConfigError(
+                f"score.stride={stride} leaves nothing of a window of model.max_model_len={max_model_len} to the next: "
+                "set it lower, to half of that or less"
+            )
+        return max_model_len if stride is None else sys.maxsize
 
     def requests(self, row: Row) -> list[Request]:
         """One for each window; none for a text of one token, before which there is nothing."""
         assert row.prompt is not None
         ids = [*row.prompt.ids, *(token for tokens in row.prompt.continuations for token in tokens)]
         start = len(row.prompt.ids) if row.prompt.continuations else 1
-        steps = windows(len(ids), start, self.window, self.config.score.stride or self.window)
+        steps = windows(len(ids), start, self.window, self.config.score.stride or 1)
         return [
             Request(None, ids[first:scored], continuations=(tuple(ids[scored:stop]),)) for first, scored, stop in steps
         ]
