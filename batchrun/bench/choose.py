@@ -56,6 +56,7 @@ def run(config: Config) -> int:
     threads = config.engine.num_threads or torch.get_num_threads()
     torch.set_num_threads(threads)
     engine = load_single(job.checkpoint, job.tokenizer, config.engine)
+    assert isinstance(engine, Engine), "a task that chooses needs a model that generates"
     reference = _reference(job.checkpoint.folder, engine)
     ways: dict[str, Way] = {
         "batchrun": lambda prompts: _engine(engine, prompts),
