@@ -143,6 +143,8 @@ def _print_memory(job: Job, sample: Sample) -> None:
     engine, checkpoint = job.config.engine, job.checkpoint
     device = choose_device(job.config.model.device)
     dtype = choose_dtype(job.config.model.dtype, checkpoint, device)
+    if engine.kv_cache_dtype == "int8":
+        dtype = torch.int8
     shape = KvShape.of(checkpoint.text_config, dtype)
     layout, longest = KvLayout.of(shape.layers), job.task.max_length
     per_token, per_block = shape.bytes_per_token, layout.block_bytes(engine.block_size, dtype)

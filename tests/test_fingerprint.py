@@ -49,6 +49,7 @@ IDENTITY: dict[str, Changed] = {
     "model.tokenizer": one("model.tokenizer", "OTHER_TOKENIZER"),
     "model.dtype": one("model.dtype", "bfloat16"),
     "model.quantization": one("model.quantization", "int8"),
+    "engine.kv_cache_dtype": one("engine.kv_cache_dtype", "int8"),
     "model.max_model_len": one("model.max_model_len", 100),
     "model.trust_remote_code": one("model.trust_remote_code", True),
     "sampling.n": Changed({"sampling.n": 2, "sampling.temperature": 0.5}),

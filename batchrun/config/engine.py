@@ -8,17 +8,21 @@ from batchrun.config.base import in_range, one_of, setting
 from batchrun.errors import ConfigError
 
 ATTENTION = ("auto", "torch", "cpu")
+KV_CACHE_DTYPES = ("auto", "int8")
 
 
 @dataclass
 class EngineConfig:
-    """How tokens are computed: speed and memory only, never what a completion says."""
+    """How tokens are computed: speed and memory, and with the exception of `kv_cache_dtype` not what they are."""
 
     attention: str = setting("auto", "attention backend: auto, torch or cpu", identity=False)
     block_size: int = setting(32, "tokens in one page of the KV cache", identity=False)
     num_blocks: int | None = setting(None, "pages in the KV cache; default: from kv_cache_gib", identity=False)
     kv_cache_gib: float | None = setting(
         None, "memory for the KV cache in GiB; default: from the free memory", identity=False
+    )
+    kv_cache_dtype: str = setting(
+        "auto", "auto: the model's type; int8: half of bfloat16, with a scale for each token and head", identity=True
     )
     max_num_seqs: int = setting(256, "most sequences running at once", identity=False)
     max_batched_tokens: int = setting(2048, "most tokens computed in one step", identity=False)
@@ -33,6 +37,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         one_of("engine.attention", self.attention, ATTENTION)
+        one_of("engine.kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         in_range("engine.block_size", self.block_size, 1, 1024)
         in_range("engine.num_blocks", self.num_blocks, 2)
         in_range("engine.max_num_seqs", self.max_num_seqs, 1, 65536)

@@ -26,7 +26,7 @@ import torch
 from batchrun.config import EmbedConfig, EngineConfig, ModelConfig, RankConfig
 from batchrun.config.base import one_of
 from batchrun.engine.acceptance import check_model
-from batchrun.engine.attention.registry import attention_backend
+from batchrun.engine.attention.registry import attention_backend, cache_backend
 from batchrun.engine.checkpoint import Checkpoint, eos_token_ids, generation_defaults, load_tokenizer, open_checkpoint
 from batchrun.engine.driver import Driver
 from batchrun.engine.encoder import WINDOW, Encoder
@@ -398,16 +398,18 @@ def load_single(
     quantized = checkpoint.model.quantization == "int8"
     if quantized:
         check_int8(device, config.fused_layers)
-    model = load_model(checkpoint, device, dtype)
     backend = attention_backend(config.attention, device)
+    paged = cache_backend(backend, config.kv_cache_dtype)
+    model = load_model(checkpoint, device, dtype)
+    kv_dtype = torch.int8 if config.kv_cache_dtype == "int8" else model.dtype
     check_model(model, backend)
     if config.fused_layers:
         fuse_model(model)
     if quantized:
         quantize_model(model)
     max_model_len = checkpoint.max_model_len
-    pool = make_pool(config, model.kv_layout, model.dtype, max_model_len, device, sharers)
-    model.backend = backend(model.layers, pool.num_blocks, config.block_size, model.dtype, device)
+    pool = make_pool(config, model.kv_layout, kv_dtype, max_model_len, device, sharers)
+    model.backend = paged(model.layers, pool.num_blocks, config.block_size, model.dtype, device)
     eos_ids = eos_token_ids(checkpoint, tokenizer)
     return Engine(model, tokenizer, pool, eos_ids, max_model_len, config.max_num_seqs, config.max_batched_tokens)
 

@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from batchrun.config import EngineConfig
-from batchrun.engine.attention.base import LayerGeometry
+from batchrun.engine.attention.base import SCALE, LayerGeometry
 from batchrun.engine.kv_cache import BlockPool, blocks_for
 from batchrun.engine.kv_layout import KvLayout
 from batchrun.errors import ConfigError
@@ -28,22 +28,25 @@ class KvShape:
     """KV of one token as a model's config tells it. The engine itself counts what its layers really store."""
 
     layers: tuple[LayerGeometry, ...]
-    element_bytes: int
+    dtype: torch.dtype
 
     @classmethod
     def of(cls, text_config: Any, dtype: torch.dtype) -> Self:
         each = zip(_layer_configs(text_config), _windows(text_config), strict=True)
-        return cls(tuple(_geometry(config, window) for config, window in each), dtype.itemsize)
+        return cls(tuple(_geometry(config, window) for config, window in each), dtype)
 
     @property
     def bytes_per_token(self) -> int:
-        return sum(2 * layer.num_kv_heads * layer.key_dim for layer in self.layers) * self.element_bytes
+        return sum(layer.bytes_per_token(self.dtype) for layer in self.layers)
 
     def formula(self) -> str:
         shapes = Counter((layer.num_kv_heads, layer.key_dim) for layer in self.layers)
         terms = [f"{count} layers x {heads} KV heads x {dim} dimensions" for (heads, dim), count in shapes.items()]
         total = terms[0] if len(terms) == 1 else f"({' + '.join(terms)})"
-        return f"2 (K and V) x {total} x {self.element_bytes} bytes"
+        if self.dtype == torch.int8:
+            heads = sum(layer.num_kv_heads for layer in self.layers)
+            return f"2 (K and V) x ({total} x 1 byte + {heads} scales x {SCALE.itemsize} bytes)"
+        return f"2 (K and V) x {total} x {self.dtype.itemsize} bytes"
 
 
 def _layer_configs(text_config: Any) -> list[Any]:

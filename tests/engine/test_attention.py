@@ -244,3 +244,34 @@ def test_prefix_groups_take_the_depth_that_saves_most() -> None:
     rows.slots.num_computed[:6] = 3  # nothing is computed to the end of a block
     batch = make_batch(rows.slots, np.arange(6), np.ones(6, dtype=np.int64))
     assert prefix_groups(batch, batch.block_tables[0], 4, 2, 1) == []
+
+
+@pytest.mark.parametrize("chunks", [(100,), (1,), (3, 1, 8)], ids=str)
+@pytest.mark.parametrize("name", SHAPES)
+def test_int8_pages_are_read_as_what_they_hold(name: str, chunks: tuple[int, ...]) -> None:
+    """Keys and values that 8 bits and a scale can say exactly come back as they were."""
+    shape = SHAPES[name]
+    rows = Rows(shape, seed=len(name))
+    for cache in (rows.k, rows.v):
+        for slot, x in cache.items():
+            whole = (x * 40).round().clamp(-127, 127)
+            whole[..., 0] = 127
+            cache[slot] = whole * torch.rand(*x.shape[:2], 1) / 60
+    backend = cpu.Int8Attention([shape.geometry()], rows.num_blocks, shape.block_size, torch.float32, CPU)
+    for batch in rows.batches(chunks):
+        backend.begin(batch)
+        out = backend.attend(rows.call, *(rows.flat(batch, x) for x in (rows.q, rows.k, rows.v)))
+        torch.testing.assert_close(out.double(), rows.expected(batch, rows.call), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_int8_pages_stay_near_the_exact_result(dtype: torch.dtype) -> None:
+    shape = Shape(key_dim=64, value_dim=64, block_size=32, lengths=(3, 70, 150))
+    rows = Rows(shape, seed=4)
+    call = replace(rows.call, scale=64**-0.5)
+    backend = cpu.Int8Attention([shape.geometry()], rows.num_blocks, shape.block_size, dtype, CPU)
+    for batch in rows.batches((7,)):
+        backend.begin(batch)
+        out = backend.attend(call, *(rows.flat(batch, x).to(dtype) for x in (rows.q, rows.k, rows.v)))
+        expected = rows.expected(batch, call)
+        assert (out.double() - expected).norm() < 0.02 * expected.norm()

@@ -11,6 +11,8 @@ import torch
 
 from batchrun.engine.batch import Batch
 
+SCALE = torch.float32  # of K and V of each token and head, beside pages of int8
+
 
 @dataclass(frozen=True, slots=True)
 class LayerGeometry:
@@ -24,8 +26,11 @@ class LayerGeometry:
     window: int | None = None  # positions that its queries see, their own included; None: all
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """K and V of one position: kv heads x (key dim + value dim) x element size."""
-        return 0 if self.source is not None else self.num_kv_heads * (self.key_dim + self.value_dim) * dtype.itemsize
+        """K and V of one position: kv heads x ((key dim + value dim) x element size + two scales if it is int8)."""
+        if self.source is not None:
+            return 0
+        scales = 2 * SCALE.itemsize if dtype == torch.int8 else 0
+        return self.num_kv_heads * ((self.key_dim + self.value_dim) * dtype.itemsize + scales)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from batchrun.engine.attention.base import AttentionBackend, LayerCall, LayerGeo
 from batchrun.engine.attention.prefix import prefix_groups
 from batchrun.engine.batch import Batch
 from batchrun.engine.kv_layout import KvLayout
-from batchrun_kernels.cpu.attention import BLOCK, END, FIRST, LAST, PageShape, attend, write_pages
+from batchrun_kernels.cpu.attention import BLOCK, END, FIRST, LAST, PageShape, attend, write_int8_pages, write_pages
 from batchrun_kernels.cpu.scalar import elements
 
 MIN_GROUP_ROWS = 4  # fewer rows gain less from reading shared pages together than a second span costs
@@ -39,8 +40,20 @@ class _Plan:
     own: list[np.ndarray]  # ... these
 
 
+class _Pages(NamedTuple):
+    """KV of a layer, and what `attend` is compiled for."""
+
+    keys: np.ndarray
+    values: np.ndarray
+    scales: np.ndarray
+    shape: PageShape
+    sizes: np.ndarray
+
+
 class CpuAttention(AttentionBackend):
     """The pages of a layer are packed as batchrun_kernels/cpu/attention.py says."""
+
+    int8 = False  # whether pages hold 8 bits and scales, instead of the model's type
 
     def __init__(
         self, layers: list[LayerGeometry], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
@@ -53,13 +66,18 @@ class CpuAttention(AttentionBackend):
         shapes = [
             PageShape(block_size, page.num_kv_heads, page.key_dim, page.value_dim, inner) for page in self.layout.pages
         ]
+        held = torch.int8 if self.int8 else dtype
         pages = [
-            [elements(zero_pages((num_blocks, *block), dtype, device)) for block in (shape.keys, shape.values)]
+            _Pages(
+                elements(zero_pages((num_blocks, *shape.keys), held, device)),
+                elements(zero_pages((num_blocks, *shape.values), held, device)),
+                np.zeros((num_blocks if self.int8 else 0, *shape.scales), dtype=np.float32),
+                shape,
+                shape.sizes(),
+            )
             for shape in shapes
         ]
-        self._shapes = [shapes[place] for place in self.layout.places]
         self._pages = [pages[place] for place in self.layout.places]
-        self._sizes = [shape.sizes() for shape in self._shapes]
         self._threads = torch.get_num_threads()
         self._pool = ThreadPoolExecutor(self._threads) if self._threads > 1 else None
         self._state: tuple[np.ndarray, np.ndarray, np.ndarray] = _new_state((0, 0, 0))
@@ -107,11 +125,13 @@ class CpuAttention(AttentionBackend):
 
     def attend(self, call: LayerCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         plan = self._plans[self.layout.tables[call.layer]]
-        shape, sizes = self._shapes[call.layer], self._sizes[call.layer]
-        k_pages, v_pages = self._pages[call.layer]
+        k_pages, v_pages, scales, shape, sizes = self._pages[call.layer]
         if self.layers[call.layer].source is None:
             keys, values = (elements(x.to(self.dtype)) for x in (k, v))
-            write_pages(keys, values, k_pages, v_pages, plan.slot_mapping, self.block_size)
+            if self.int8:
+                write_int8_pages(keys, values, k_pages, v_pages, scales, plan.slot_mapping, self.block_size)
+            else:
+                write_pages(keys, values, k_pages, v_pages, plan.slot_mapping, self.block_size)
         queries = elements(q.to(self.dtype))
         result = torch.empty((*q.shape[:2], shape.value_dim), dtype=self.dtype)
         if plan.shared and self._state[2].shape != (need := (*q.shape[:2], shape.values[2])):
@@ -121,7 +141,7 @@ class CpuAttention(AttentionBackend):
 
         def run(spans: np.ndarray) -> None:
             attend(
-                sizes, self.block_size, queries, k_pages, v_pages, plan.tables, plan.order, self._positions,
+                sizes, self.block_size, queries, k_pages, v_pages, scales, plan.tables, plan.order, self._positions,
                 window, call.scale, softcap, sinks, spans, plan.joined, *self._state, target,
             )  # fmt: skip
 
@@ -131,6 +151,12 @@ class CpuAttention(AttentionBackend):
             elif parts:
                 run(parts[0])
         return result.to(q.dtype)
+
+
+class Int8Attention(CpuAttention):
+    """The same over pages of half the size."""
+
+    int8 = True
 
 
 def _spans(first: int, last: int, row: int, block: int, end: int, final: int) -> np.ndarray:

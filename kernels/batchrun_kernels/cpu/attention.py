@@ -5,6 +5,10 @@ K [blocks, kv heads, panels, pairs, lanes, P], the token slots of a block lying 
 V [blocks, kv heads, slots / P, width, P], `slots` and `width` rounded up to whole vectors. Half-precision arrays come
 as their bits (see scalar.py). Query head h reads kv head h // G, G = query heads / kv heads.
 
+Pages of int8 have scales beside them, float32 [blocks, kv heads, 2, slots]: of K and V of each token and head. A score
+is multiplied with its key's scale and a weight with its value's, so that no element is scaled by itself. Other pages
+have no blocks of scales.
+
 Online softmax: Milakov and Gimelshein 2018 (arXiv 1805.02867), section 3. A shared prefix is attended to once for all
 rows that have it: Juravsky et al. 2024 (Hydragen, arXiv 2402.05099), section 3.1; instead of merging both parts at the
 end, the second goes on from the state of the first.
@@ -18,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-from batchrun_kernels.cpu.scalar import LOG2E, NEGATIVE, exp2, larger, narrow
+from batchrun_kernels.cpu.scalar import LOG2E, NEGATIVE, exp2, larger, narrow, widen
 from batchrun_kernels.cpu.tile import LANES, PANEL_LANES, ROWS, add_values, score_rows, sizes
 
 Array = np.ndarray
@@ -58,6 +62,11 @@ class PageShape(NamedTuple):
         width = -(-self.value_dim // LANES) * LANES
         return self.kv_heads, self.panels * self.lanes // self.inner, width, self.inner
 
+    @property
+    def scales(self) -> tuple[int, ...]:
+        """Shape of the scales of one block of int8 K and V."""
+        return self.kv_heads, 2, self.panels * self.lanes
+
     def sizes(self) -> Array:
         """What `attend` is compiled for."""
         _, panels, pairs, lanes, _ = self.keys
@@ -83,9 +92,47 @@ def write_pages(k: Array, v: Array, k_pages: Array, v_pages: Array, slot_mapping
 
 
 @njit(nogil=True, cache=True, fastmath=True, error_model="numpy")
+def write_int8_pages(
+    k: Array, v: Array, k_pages: Array, v_pages: Array, scales: Array, slot_mapping: Array, block_size: int
+) -> None:
+    """The same for int8 pages: each head of a token is rounded to a scale that brings its largest element to 127."""
+    lanes, inner = k_pages.shape[4], k_pages.shape[5]
+    for t in range(k.shape[0]):
+        block, offset = slot_mapping[t] // block_size, slot_mapping[t] % block_size
+        panel, lane = offset // lanes, offset % lanes
+        for h in range(k.shape[1]):
+            source = k[t, h]
+            inverse = _largest(source)
+            scales[block, h, 0, offset] = np.float32(1.0) / inverse
+            for i in range(inner):
+                target = k_pages[block, h, panel, :, lane, i]
+                for d in range(source[i::inner].shape[0]):
+                    target[d] = _whole(source[d * inner + i], inverse)
+            source, target = v[t, h], v_pages[block, h, offset // inner, :, offset % inner]
+            inverse = _largest(source)
+            scales[block, h, 1, offset] = np.float32(1.0) / inverse
+            for d in range(source.shape[0]):
+                target[d] = _whole(source[d], inverse)
+
+
+@njit(inline="always", fastmath=True, error_model="numpy")
+def _largest(x):
+    """127 / the largest |element|."""
+    largest = np.float32(1e-30)
+    for d in range(x.shape[0]):
+        largest = larger(largest, abs(widen(x[d])))
+    return np.float32(127.0) / largest
+
+
+@njit(inline="always", fastmath=True, error_model="numpy")
+def _whole(x, inverse):
+    return np.int8(np.int32(np.floor(widen(x) * inverse + np.float32(0.5))))
+
+
+@njit(nogil=True, cache=True, fastmath=True, error_model="numpy")
 def attend(
-    sizes, block_size, q, k_pages, v_pages, tables, order, positions, window, scale, softcap, sinks, spans, joined,
-    tops, totals, sums, result,
+    sizes, block_size, q, k_pages, v_pages, page_scales, tables, order, positions, window, scale, softcap, sinks,
+    spans, joined, tops, totals, sums, result,
 ):  # fmt: skip
     """Attention of the query tokens of `spans` int64 [S, 6].
 
@@ -109,6 +156,9 @@ def attend(
     weights = np.empty((ROWS, stride), dtype=q.dtype)
     out = np.empty((ROWS, width), dtype=np.float32)
     top, total = np.empty(ROWS, dtype=np.float32), np.empty(ROWS, dtype=np.float32)
+    scaled = page_scales.shape[0] > 0
+    k_scales = np.empty(stride if scaled else 0, dtype=np.float32)
+    v_scales = np.empty(stride if scaled else 0, dtype=np.float32)
     shrink, ones = np.empty(ROWS, dtype=np.float32), np.ones(ROWS, dtype=np.float32)
     lows, highs = np.empty(ROWS, dtype=np.int64), np.empty(ROWS, dtype=np.int64)
     for s in range(spans.shape[0]):
@@ -144,11 +194,17 @@ def attend(
                         for panel in range(panels):
                             _scores(sizes, queries, k_pages, at + panel * pairs * lanes * inner, scores,
                                     j * slots + panel * lanes, stride, rows)  # fmt: skip
+                        if scaled:
+                            kept = page_scales[table[block + j], h]
+                            k_scales[j * slots : (j + 1) * slots] = kept[0]
+                            v_scales[j * slots : (j + 1) * slots] = kept[1]
                     base, length = block * block_size, blocks * slots
                     for r in range(rows):
                         a, b = max(lows[r] - base, 0), min(highs[r] - base, blocks * block_size)
                         before = top[r]
-                        top[r], added = _weigh(scores[r], weights[r], a, b, length, scale, softcap, before)
+                        top[r], added = _weigh(
+                            scores[r], weights[r], k_scales, v_scales, a, b, length, scale, softcap, before
+                        )  # fmt: skip
                         shrink[r] = exp2(before - top[r])
                         total[r] = total[r] * shrink[r] + added
                     for j in range(blocks):
@@ -201,8 +257,22 @@ def _values(sizes, weights, place, stride, v_pages, at, out, shrink, rows):
 
 
 @njit(nogil=True, cache=True, fastmath=True, error_model="numpy")
-def _weigh(scores: Array, weights: Array, a: int, b: int, length: int, scale: float, softcap: float, floor: Any) -> Any:
-    """Weights 2**(score - top) of slots [a, b), 0 for the others of [0, length): (top, their sum). `top` >= `floor`."""
+def _weigh(
+    scores: Array,
+    weights: Array,
+    k_scales: Array,
+    v_scales: Array,
+    a: int,
+    b: int,
+    length: int,
+    scale: float,
+    softcap: float,
+    floor: Any,
+) -> Any:
+    """Weights 2**(score - top) of slots [a, b), 0 for the others of [0, length): (top, their sum). `top` >= `floor`.
+
+    Where there are scales, scores are multiplied by those of K first, and weights, but not their sum, by those of V.
+    """
     zero = narrow(np.float32(0.0), weights[0])
     for j in range(weights[: min(a, length)].shape[0]):
         weights[j] = zero
@@ -213,6 +283,10 @@ def _weigh(scores: Array, weights: Array, a: int, b: int, length: int, scale: fl
         return floor, np.float32(0.0)
     # Loops run over slices from 0: LLVM vectorises no index that it must check for being negative.
     line, target = scores[a:b], weights[a:b]
+    if k_scales.shape[0]:
+        scales = k_scales[a:b]
+        for j in range(line.shape[0]):
+            line[j] *= scales[j]
     if softcap > 0:
         for j in range(line.shape[0]):
             capped = np.float32(softcap) * np.float32(math.tanh(line[j] * np.float32(scale) / np.float32(softcap)))
@@ -225,6 +299,13 @@ def _weigh(scores: Array, weights: Array, a: int, b: int, length: int, scale: fl
     for j in range(line.shape[0]):
         top = larger(top, line[j])
     total = np.float32(0.0)
+    if v_scales.shape[0]:
+        scales = v_scales[a:b]
+        for j in range(line.shape[0]):
+            weight = exp2(line[j] - top)
+            total += weight
+            target[j] = narrow(weight * scales[j], zero)
+        return top, total
     for j in range(line.shape[0]):
         weight = exp2(line[j] - top)
         total += weight

@@ -2,7 +2,8 @@
 
 A panel [pairs, columns, P] holds P elements of the inner dimension side by side: 2 in half precision, 1 in float32, so
 that one broadcast of P elements of a row meets 16 columns at once. On processors with AVX512-BF16 a pair of bfloat16
-is one instruction; elsewhere, and in float16, both are widened and added in turn.
+is one instruction; elsewhere, and in float16, both are widened and added in turn. A panel of int8 is widened to the
+type of the rows as it is loaded, which is exact; what one stands for is a factor of the whole sum, left to the caller.
 """
 
 from __future__ import annotations
@@ -65,15 +66,15 @@ def size_of(kind: Any, name: str) -> int:
 def score_rows(context, sizes, q, q_at, k, k_at, out, out_at, out_stride, rows):
     """out[r, :lanes] = q[r, :] . k[:, lane] for constant `rows` of q [rows, P pairs], and k a panel [pairs, lanes, P].
 
-    sizes: pairs, lanes. out float32; `_at` and `_stride` count elements.
+    sizes: pairs, lanes. out float32; k elements like those of q, or int8; `_at` and `_stride` count elements.
     """
     pairs, lanes, count = size_of(sizes, "pairs"), size_of(sizes, "lanes"), rows.literal_value
-    inner = _inner(k.dtype)
+    inner = _inner(q.dtype)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _, query, q_at, keys, k_at, target, o_at, o_stride, _ = _pointers(context, builder, signature, arguments)
         limit = ir.Constant(I64, pairs)
-        step = _steps(builder, k.dtype)
+        step = _steps(builder, q.dtype, k.dtype)
         for first in range(0, lanes // LANES, PANEL_LANES):
             columns = range(first, min(first + PANEL_LANES, lanes // LANES))
 
@@ -100,15 +101,15 @@ def score_rows(context, sizes, q, q_at, k, k_at, out, out_at, out_stride, rows):
 def add_values(context, sizes, p, p_at, p_stride, v, v_at, out, shrink, rows):
     """out[r, :] = shrink[r] * out[r, :] + p[r, :] . v for constant `rows`, and v a block [slots / P, width, P].
 
-    sizes: slots, width. out float32 [ROWS, width], shrink float32 [ROWS]; p elements like those of v.
+    sizes: slots, width. out float32 [ROWS, width], shrink float32 [ROWS]; v elements like those of p, or int8.
     """
     slots, width, count = size_of(sizes, "slots"), size_of(sizes, "width"), rows.literal_value
-    inner = _inner(v.dtype)
+    inner = _inner(p.dtype)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _, weights, p_at, p_stride, values, v_at, target, factor, _ = _pointers(context, builder, signature, arguments)
         limit = ir.Constant(I64, slots // inner)
-        step = _steps(builder, v.dtype)
+        step = _steps(builder, p.dtype, v.dtype)
         for first in range(0, width // LANES, PANEL_LANES):
             columns = range(first, min(first + PANEL_LANES, width // LANES))
 
@@ -168,12 +169,13 @@ def _loop(
     return results
 
 
-def _steps(builder: Any, element: Any) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
-    """(broadcast of a row's elements, load of a panel's, sum + product) for an element type."""
+def _steps(builder: Any, element: Any, panel: Any) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+    """(broadcast of a row's elements, load of a panel's, sum + product) for the element types of rows and panel."""
+    small = panel == types.int8
     if element == types.float32:
         return (
             lambda base, at: _splat(builder, builder.load(builder.gep(base, [at])), FLOATS),
-            lambda base, at: _load(builder, base, at, FLOATS),
+            lambda base, at: _bytes(builder, base, at, 1)[0] if small else _load(builder, base, at, FLOATS),
             lambda total, a, b: _fma(builder, a, b, total),
         )
 
@@ -184,14 +186,25 @@ def _steps(builder: Any, element: Any) -> tuple[Callable[..., Any], Callable[...
     if element == types.uint16 and processor_has("avx512bf16"):
         kind = ir.FunctionType(FLOATS, [FLOATS, PAIRS, PAIRS])
         dot = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
+
+        def pairs(base: Any, at: Any) -> Any:
+            if not small:
+                return builder.bitcast(_load(builder, base, at, WORDS), PAIRS)
+            # Whole numbers below 256 have nothing in the half of a float that bfloat16 drops.
+            first, second = (builder.bitcast(x, WORDS) for x in _bytes(builder, base, at, 2))
+            low = builder.lshr(first, ir.Constant(WORDS, [16] * LANES))
+            return builder.bitcast(builder.or_(low, second), PAIRS)
+
         return (
             lambda base, at: builder.bitcast(word(base, at), PAIRS),
-            lambda base, at: builder.bitcast(_load(builder, base, at, WORDS), PAIRS),
+            pairs,
             lambda total, a, b: builder.call(dot, [total, a, b]),
         )
     return (
         lambda base, at: _halves(builder, word(base, at), element),
-        lambda base, at: _halves(builder, _load(builder, base, at, WORDS), element),
+        lambda base, at: (
+            _bytes(builder, base, at, 2) if small else _halves(builder, _load(builder, base, at, WORDS), element)
+        ),
         lambda total, a, b: _fma(builder, a[1], b[1], _fma(builder, a[0], b[0], total)),
     )
 
@@ -205,6 +218,18 @@ def _halves(builder: Any, words: Any, element: Any) -> tuple[Any, Any]:
     halves, shorts = ir.VectorType(ir.HalfType(), LANES), ir.VectorType(I16, LANES)
     first, second = builder.trunc(words, shorts), builder.trunc(builder.lshr(words, sixteen), shorts)
     return tuple(builder.fpext(builder.bitcast(x, halves), FLOATS) for x in (first, second))
+
+
+def _bytes(builder: Any, base: Any, at: Any, inner: int) -> tuple[Any, ...]:
+    """The first and the second of `inner` int8 that lie side by side in each lane, as floats."""
+    line = _load(builder, base, at, ir.VectorType(ir.IntType(8 * inner), LANES))
+    words = builder.sext(line, WORDS)
+    if inner == 1:
+        return (builder.sitofp(words, FLOATS),)
+    shift = ir.Constant(WORDS, [24] * LANES)
+    first = builder.ashr(builder.shl(words, shift), shift)
+    second = builder.ashr(words, ir.Constant(WORDS, [8] * LANES))
+    return builder.sitofp(first, FLOATS), builder.sitofp(second, FLOATS)
 
 
 def _inner(element: Any) -> int:
@@ -233,7 +258,7 @@ def _splat(builder: Any, value: Any, kind: Any) -> Any:
 
 
 def _load(builder: Any, base: Any, at: Any, kind: Any) -> Any:
-    return builder.load(builder.bitcast(builder.gep(base, [at]), kind.as_pointer()), align=2)
+    return builder.load(builder.bitcast(builder.gep(base, [at]), kind.as_pointer()), align=1)
 
 
 def _store(builder: Any, base: Any, at: Any, value: Any) -> None:
