@@ -117,6 +117,9 @@ class BlockPool:
         self.references = np.zeros(num_blocks, dtype=np.int32)
         self._cached: list[CachedBlock | None] = [None] * num_blocks
         self._index: list[dict[bytes, CachedBlock]] = [{} for _ in groups]
+        indexed = list(zip(groups, self._index, strict=True))
+        self._full = [index for group, index in indexed if group.window is None]
+        self._windowed = [(group, index) for group, index in indexed if group.window is not None]
         self._of_root: dict[bytes, dict[CachedBlock, None]] = {}
         self._rows_of_root: Counter[bytes] = Counter()
         # Each queue is a ring through a sentinel: the next of the sentinel is its head.
@@ -233,24 +236,22 @@ class BlockPool:
     def _usable(self, digests: Sequence[bytes]) -> int:
         """Leading blocks that a new row need not compute."""
         length = len(digests)
-        for group, index in zip(self.groups, self._index, strict=True):
-            if group.window is None:
-                for i in range(length):
-                    if digests[i] not in index:
-                        length = i
-                        break
-        while (missing := self._missing(digests, length)) is not None:
+        for index in self._full:
+            for i in range(length):
+                if digests[i] not in index:
+                    length = i
+                    break
+        while self._windowed and (missing := self._missing(digests, length)) is not None:
             length = missing  # whatever is longer needs that block too
         return length
 
     def _missing(self, digests: Sequence[bytes], length: int) -> int | None:
         """The last block that a group with a window lacks of what it sees from position length * block size."""
-        for group, index in zip(self.groups, self._index, strict=True):
-            if group.window is not None:
-                first = int(group.first_seen(length * self.block_size)) // self.block_size
-                for i in range(length - 1, first - 1, -1):
-                    if digests[i] not in index:
-                        return i
+        for group, index in self._windowed:
+            first = int(group.first_seen(length * self.block_size)) // self.block_size
+            for i in range(length - 1, first - 1, -1):
+                if digests[i] not in index:
+                    return i
         return None
 
     def _pop(self) -> int:
