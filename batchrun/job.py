@@ -49,6 +49,7 @@ class Job:
         settings["model.max_model_len"] = self.task.max_length
         settings["model.files"] = self.checkpoint.identity()
         settings["model.path"] = self.checkpoint.name
+        settings |= self.checkpoint.adapter_identity()
         settings["model.tokenizer"] = tokenizer_identity(self.tokenizer)
         settings["output.columns"] = self.config.output.columns or self.source.schema.names
         # Of texts that may lie in files the content counts, not the place.

@@ -17,6 +17,7 @@ from batchrun.config import Config, leaves, lookup
 from batchrun.errors import FingerprintMismatch
 from batchrun.job import open_job
 from batchrun.output import open_output
+from tests.engine.adapters import make_adapter
 from tests.engine.families import make_model
 
 CHAT = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
@@ -50,10 +51,13 @@ IDENTITY: dict[str, Changed] = {
     "model.dtype": one("model.dtype", "bfloat16"),
     "model.quantization": one("model.quantization", "int8"),
     "engine.kv_cache_dtype": one("engine.kv_cache_dtype", "int8"),
+    "model.adapter": one("model.adapter", "ADAPTER"),
+    "model.adapters": one("model.adapters", {"a": "ADAPTER"}),
     "model.max_model_len": one("model.max_model_len", 100),
     "model.trust_remote_code": one("model.trust_remote_code", True),
     "sampling.n": Changed({"sampling.n": 2, "sampling.temperature": 0.5}),
     "sampling.max_tokens": one("sampling.max_tokens", 7),
+    "sampling.adapter": Changed({"model.adapters": {"a": "ADAPTER"}, "sampling.adapter": "a"}),
     "sampling.temperature": one("sampling.temperature", 0.5),
     "sampling.top_p": one("sampling.top_p", 0.9),
     "sampling.top_k": one("sampling.top_k", 5),
@@ -172,6 +176,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("drift")
     make_model("llama", folder / "model")
     make_model("qwen2", folder / "OTHER_MODEL")
+    make_adapter(folder / "ADAPTER", folder / "model", 1)
     shutil.copytree(folder / "model", folder / "OTHER_TOKENIZER")
     changed = json.loads((folder / "OTHER_TOKENIZER" / "tokenizer.json").read_text())
     vocabulary = changed["model"]["vocab"]
@@ -204,6 +209,8 @@ def config(folder: Path, changes: dict[str, Any] | None = None, output: str = "o
     }
     for key, value in (changes or {}).items():
         values[key] = str(folder / value) if isinstance(value, str) and value.isupper() else value
+        if key == "model.adapters":
+            values[key] = {name: str(folder / path) for name, path in value.items()}
     made = Config()
     for key, value in values.items():
         section, _, name = key.rpartition(".")

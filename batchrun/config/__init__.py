@@ -75,6 +75,11 @@ class Config:
         in_range("sampling.min_tokens", sampling.min_tokens, 0, sampling.max_tokens)
         longest = sampling.repetition_max_pattern or MAX_PATTERN
         in_range("sampling.repetition_min_pattern", sampling.repetition_min_pattern, 1, longest)
+        if sampling.adapter not in (None, *self.model.adapters):
+            raise ConfigError(
+                f"sampling.adapter={sampling.adapter} is none of model.adapters={list(self.model.adapters)}: give its "
+                "folder there"
+            )
         if sampling.n > 1 and self.task != "generate":
             raise ConfigError(f"task={self.task} has one result for a row: sampling.n={sampling.n} must be 1")
         if sampling.n > 1 and sampling.temperature == 0 and self.prompt.params is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from batchrun.config.base import in_range, one_of, setting
+from batchrun.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int8")
@@ -21,6 +22,12 @@ class ModelConfig:
     quantization: str = setting(
         "none", "none, or int8: weights and activations of the layers' products in 8 bits, on a CPU", identity=True
     )
+    adapter: str | None = setting(
+        None, "folder of a LoRA adapter that is merged into the weights, for all rows", identity=True
+    )
+    adapters: dict[str, str] = setting(
+        {}, "folders of LoRA adapters by name, for rows that name one: see sampling.adapter", identity=True
+    )
     device: str = setting("auto", "auto, cpu, cuda or cuda:N", identity=False)
     max_model_len: int | None = setting(
         None, "longest prompt + completion in tokens; default: the model's", identity=True
@@ -31,4 +38,9 @@ class ModelConfig:
     def __post_init__(self) -> None:
         one_of("model.dtype", self.dtype, DTYPES)
         one_of("model.quantization", self.quantization, QUANTIZATIONS)
+        if self.adapter is not None and self.adapters:
+            raise ConfigError(
+                f"model.adapter={self.adapter} is for all rows and model.adapters for those that name one: set one of "
+                "them, or name the first in model.adapters and in sampling.adapter"
+            )
         in_range("model.max_model_len", self.max_model_len, 2)

@@ -102,6 +102,11 @@ class SamplingConfig:
     logprobs: int | None = setting(
         None, "log-probabilities of each generated token and of so many of the likeliest; null: none", identity=True
     )
+    adapter: str | None = setting(
+        None,
+        "name in model.adapters of the LoRA adapter of rows that name none; null: the model as it is",
+        identity=True,
+    )
     repetition_max_pattern: int = setting(
         0, "end a completion whose last tokens are one pattern of up to so many tokens, repeated; 0: off", identity=True
     )

@@ -23,6 +23,7 @@ class Batch:
     block_tables: np.ndarray  # int32 [G, R, B], HOLE for blocks that were given back
     num_decodes: int  # rows with a single query token
     sampled: np.ndarray  # int64 [K]: rows whose last query token needs logits
+    adapters: np.ndarray | None = None  # int64 [T]: number of each token's adapter, 0 for none; None: no row has one
 
     @property
     def num_tokens(self) -> int:
@@ -55,4 +56,5 @@ def make_batch(slots: Slots, rows: np.ndarray, query_lens: np.ndarray) -> Batch:
         block_tables=slots.block_tables[:, rows, : -(-int(seq_lens.max()) // size)],
         num_decodes=int((query_lens == 1).sum()),
         sampled=np.flatnonzero((seq_lens == slots.num_tokens[rows]) & ~slots.scoring[rows]),
+        adapters=slots.adapter[owner] if slots.adapter[rows].any() else None,
     )

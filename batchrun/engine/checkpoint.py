@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from batchrun.config import ModelConfig
+from batchrun.engine.adapter import Adapter, open_adapters
 from batchrun.engine.support import check_config
 from batchrun.errors import ConfigError
 
@@ -26,6 +28,8 @@ class Checkpoint:
     folder: Path
     config: Any  # transformers.PretrainedConfig
     model: ModelConfig
+    adapter: Adapter | None = None  # merged into the weights
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)  # that rows name
 
     @property
     def text_config(self) -> Any:
@@ -69,6 +73,13 @@ class Checkpoint:
                 digest.update(file.read(SAMPLED_BYTES))
         return digest.hexdigest()
 
+    def adapter_identity(self) -> dict[str, Any]:
+        """What the adapters' files hold, by the setting that names them."""
+        return {
+            "model.adapter": self.adapter and self.adapter.identity(),
+            "model.adapters": {name: adapter.identity() for name, adapter in self.adapters.items()},
+        }
+
 
 def open_checkpoint(
     model: ModelConfig, *, weights: bool = True, offline: bool = False, purpose: str = "generate"
@@ -85,10 +96,11 @@ def open_checkpoint(
     folder = find(weights=False)
     config = _read_config(folder, model)
     check_config(config, purpose)
+    adapters = open_adapters(model, config, purpose)
     if weights:
         folder = find(weights=True)
         _check_weights(folder, model)
-    return Checkpoint(folder, config, model)
+    return Checkpoint(folder, config, model, *adapters)
 
 
 def _read_config(folder: Path, model: ModelConfig) -> Any:

@@ -15,7 +15,7 @@ from batchrun.engine.constraints import Constraint, Constraints, Masks
 from batchrun.engine.continuations import Scoring
 from batchrun.engine.deltas import Piece, PieceWriter
 from batchrun.engine.detokenizer import StopMatcher, whole_characters
-from batchrun.engine.kv_cache import BlockPool, block_hashes
+from batchrun.engine.kv_cache import BlockPool, block_hashes, root
 from batchrun.engine.likelihoods import score_step
 from batchrun.engine.logits import edit_logits, without_choice
 from batchrun.engine.logprobs import LogprobRecord, StepLogprobs
@@ -61,11 +61,13 @@ class Engine:
         max_model_len: int,
         max_num_seqs: int,
         max_batched_tokens: int,
+        adapters: tuple[str, ...] = (),
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.pool = pool
         self.eos_ids = np.array(sorted(eos_ids), dtype=np.int64)
+        self.adapters = {name: number for number, name in enumerate(adapters, 1)}
         self.max_model_len = pool.longest_row(max_model_len, max_batched_tokens)
         # A step must have room for one token of every running row, or prompts could starve.
         self.scheduler = Scheduler(pool, min(max_num_seqs, max_batched_tokens), max_batched_tokens)
@@ -102,6 +104,7 @@ class Engine:
         except ValueError as error:
             self._refused.append(_refusal(request, "constraint_error", str(error)))
             return
+        adapter = 0 if params.adapter is None else self.adapters[params.adapter]
         ids = np.concatenate([given, opening if scoring is None else scoring.current.path]).astype(np.int32)
         lasting = len(ids) if scoring is None else len(given)
         sequence = Sequence(
@@ -112,11 +115,12 @@ class Engine:
             max_total=max_total,
             constraint=constraint,
             scoring=scoring,
-            digests=block_hashes(ids[:lasting], self.pool.block_size) if caching else [],
+            digests=block_hashes(ids[:lasting], self.pool.block_size, root(adapter)) if caching else [],
             arrived_at=time.perf_counter(),
             stops=self._stops(params),
             rules=self.rules.of(params),
             thinking=thinking,
+            adapter=adapter,
         )
         if params.logprobs is not None:
             sequence.logprobs = LogprobRecord(min(params.logprobs, self.model.vocab_size))
@@ -435,6 +439,9 @@ class Engine:
             why = f"token {first} is not one of the model's: its ids go from 0 to {self.model.vocab_size - 1}"
         elif request.key in self._sequences:
             raise ValueError(f"request key {request.key!r} is already in the engine")
+        elif request.params.adapter not in (None, *self.adapters):
+            kind = "invalid_row"
+            why = f"adapter={request.params.adapter!r} is not one of model.adapters={list(self.adapters)}"
         elif (wrong := self._wrong_rules(request)) is not None:
             kind, why = "invalid_row", wrong
         else:

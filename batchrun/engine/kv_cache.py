@@ -27,6 +27,11 @@ HOLE = -1  # stands in a block table for a block that was given back
 DIGEST_BYTES = 16  # 128 bits: two different prefixes meet by chance once in 2**64 blocks
 
 
+def root(adapter: int) -> bytes:
+    """What the digests of a row begin from: KV that was computed with an adapter is of use to no other."""
+    return adapter.to_bytes(4, "little") if adapter else ROOT
+
+
 def block_hashes(token_ids: np.ndarray, block_size: int, parent: bytes = ROOT) -> list[bytes]:
     """Digest of each full block of `token_ids` (int32 [n]), chained: equal digests mean equal prefixes."""
     data = np.ascontiguousarray(token_ids, dtype=np.int32).tobytes()

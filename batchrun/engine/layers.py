@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from batchrun.engine import hook
+from batchrun.engine.adapted import row_chunks
 from batchrun.engine.attention.base import LayerCall
 from batchrun.engine.checkpoint import position_limit
 from batchrun.engine.experts import pack_experts
@@ -81,7 +82,7 @@ class FusedLayer(torch.nn.Module):
         norms, post = self.norms, "pre_feedforward_layernorm" in self.norms
         mixed = self._attend(x, position_embeddings)
         out = torch.empty_like(x)
-        for rows in _row_chunks(len(x), self.mlp.rows):
+        for rows in row_chunks(len(x), self.mlp.rows):
             if post:
                 h = x[rows] + norms["post_attention_layernorm"](self.output(mixed[rows]))
                 out[rows] = h + norms["post_feedforward_layernorm"](self.mlp(norms["pre_feedforward_layernorm"](h)))
@@ -93,7 +94,7 @@ class FusedLayer(torch.nn.Module):
     def _attend(self, x: torch.Tensor, position_embeddings: Any) -> torch.Tensor:
         """Attention over [T, H] before its output product: [T, heads * head_dim]."""
         qkv = x.new_empty(len(x), self.qkv.out_features)
-        for rows in _row_chunks(len(x), ROWS):
+        for rows in row_chunks(len(x), ROWS):
             qkv[rows] = self.qkv(self.norms["input_layernorm"](x[rows]))
         heads = qkv.view(len(x), -1, self.head_dim)
         q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
@@ -272,7 +273,3 @@ def _plain_attention(call: LayerCall, q: torch.Tensor, k: torch.Tensor, v: torch
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale, enable_gqa=True)
     return out[0].transpose(0, 1)
-
-
-def _row_chunks(rows: int, size: int) -> Iterator[slice]:
-    return (slice(start, min(start + size, rows)) for start in range(0, rows, size))

@@ -31,6 +31,8 @@ class PackedLinear(torch.nn.Module):
         super().__init__()
         weight = torch.cat([linear.weight.detach() for linear in linears])
         self.out_features, self.in_features = weight.shape
+        # Name in the model, where it was given one, and outputs of each.
+        self.sources = [(getattr(linear, "full_name", ""), linear.out_features) for linear in linears]
         self.bias = None
         if any(linear.bias is not None for linear in linears):
             biases = [weight.new_zeros(x.out_features) if x.bias is None else x.bias.detach() for x in linears]

@@ -33,6 +33,7 @@ from batchrun.engine.encoder import WINDOW, Encoder
 from batchrun.engine.encoder_model import load_encoder_model
 from batchrun.engine.engine import Engine
 from batchrun.engine.layers import fuse_model
+from batchrun.engine.lora import install, name_products
 from batchrun.engine.memory import make_pool
 from batchrun.engine.model import choose_device, choose_dtype, load_model
 from batchrun.engine.params import Completion, Delta, Request, SamplingParams
@@ -301,7 +302,8 @@ class LLM:
         """
         model = {key: getattr(self.checkpoint.model, key) for key in _identity_fields(ModelConfig)}
         texts = self._texts and (self._texts.pooler, self._texts.form)
-        return _stand_in, (self.checkpoint.identity(), tuple(sorted(model.items())), repr(texts))
+        identity = self.checkpoint.identity(), repr(self.checkpoint.adapter_identity())
+        return _stand_in, (*identity, tuple(sorted(model.items())), repr(texts))
 
     def _open(self) -> Driver:
         if self._driver is None:
@@ -401,17 +403,28 @@ def load_single(
     backend = attention_backend(config.attention, device)
     paged = cache_backend(backend, config.kv_cache_dtype)
     model = load_model(checkpoint, device, dtype)
+    name_products(model.module)
     kv_dtype = torch.int8 if config.kv_cache_dtype == "int8" else model.dtype
     check_model(model, backend)
     if config.fused_layers:
         fuse_model(model)
     if quantized:
         quantize_model(model)
+    install(model, list(checkpoint.adapters.values()))
     max_model_len = checkpoint.max_model_len
     pool = make_pool(config, model.kv_layout, kv_dtype, max_model_len, device, sharers)
     model.backend = paged(model.layers, pool.num_blocks, config.block_size, model.dtype, device)
     eos_ids = eos_token_ids(checkpoint, tokenizer)
-    return Engine(model, tokenizer, pool, eos_ids, max_model_len, config.max_num_seqs, config.max_batched_tokens)
+    return Engine(
+        model,
+        tokenizer,
+        pool,
+        eos_ids,
+        max_model_len,
+        config.max_num_seqs,
+        config.max_batched_tokens,
+        tuple(checkpoint.adapters),
+    )
 
 
 def _split_options(

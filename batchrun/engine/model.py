@@ -7,14 +7,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from batchrun.engine import hook
+from batchrun.engine.adapted import adapted
 from batchrun.engine.attention.base import AttentionBackend, LayerCall, LayerGeometry
 from batchrun.engine.batch import Batch
 from batchrun.engine.checkpoint import Checkpoint
 from batchrun.engine.head import Head
 from batchrun.engine.kv_layout import KvLayout
+from batchrun.engine.lora import merge
 from batchrun.engine.support import UnsupportedModel, is_vision_language
 from batchrun.errors import ConfigError
 from batchrun_kernels.cpu.team import team
@@ -32,6 +35,7 @@ class PagedModel:
         self.vocab_size: int = module.get_input_embeddings().weight.shape[0]
         self.backend: AttentionBackend | None = None
         self._head = Head(module)
+        self._adapters: np.ndarray | None = None  # of the tokens that were computed last
         self.layers = self._probe()
 
     @torch.inference_mode()
@@ -47,17 +51,21 @@ class PagedModel:
         backend.begin(batch)
         if self.device.type == "cpu":
             team(torch.get_num_threads()).wake()
-        with hook.forward_context(lambda call, q, k, v, _: backend.attend(call, q, k, v)):
+        self._adapters = batch.adapters
+        attention = hook.forward_context(lambda call, q, k, v, _: backend.attend(call, q, k, v))
+        with attention, adapted(batch.adapters, self.device):
             return self._head.hidden(self._tensor(batch.token_ids), self._tensor(batch.positions))
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor, index: Any) -> torch.Tensor:
-        """Logits [K, vocabulary], in the model's type, at places [K] of what `hidden` gave."""
-        return self._head.logits(hidden[self._tensor(index)])
+        """Logits [K, vocabulary], in the model's type, at places [K] of what `hidden` gave last."""
+        with adapted(None if self._adapters is None else self._adapters[index], self.device):
+            return self._head.logits(hidden[self._tensor(index)])
 
     def run(self, token_ids: Any, positions: Any, logits_index: Any) -> torch.Tensor:
         """Logits [K, vocabulary] at places [K] of the flattened tokens [T], inside of a forward context."""
-        return self.logits(self._head.hidden(self._tensor(token_ids), self._tensor(positions)), logits_index)
+        hidden = self._head.hidden(self._tensor(token_ids), self._tensor(positions))
+        return self._head.logits(hidden[self._tensor(logits_index)])
 
     def _tensor(self, array: Any) -> torch.Tensor:
         return torch.as_tensor(array, device=self.device)
@@ -108,7 +116,10 @@ def load_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype)
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     auto_class = AutoModelForImageTextToText if is_vision_language(checkpoint.config) else AutoModelForCausalLM
-    return PagedModel(load_module(checkpoint, auto_class, dtype, hook.NAME).to(device))
+    module = load_module(checkpoint, auto_class, dtype, hook.NAME)
+    if checkpoint.adapter is not None:
+        merge(module, checkpoint.adapter)
+    return PagedModel(module.to(device))
 
 
 def load_module(

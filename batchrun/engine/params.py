@@ -48,6 +48,7 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     logprobs: int | None = None  # None: none; 0: of the generated tokens alone
+    adapter: str | None = None  # one of model.adapters; None: the base model
 
     def __post_init__(self) -> None:
         for name in ("stop", "bad_words"):
@@ -97,7 +98,8 @@ def _pairs(bias: Any) -> tuple[tuple[int | str, float], ...]:
 
 @dataclass(slots=True)
 class Request:
-    """One prompt to complete; or, with `continuations`, to score: then nothing is generated, `params` do not count."""
+    """One prompt to complete; or, with `continuations`, to score: then nothing is generated, and of `params` only
+    the adapter counts."""
 
     key: Hashable  # the caller's own name for it, handed back with the completion
     prompt_ids: Sequence[int] | np.ndarray

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
@@ -45,8 +46,11 @@ class QuantizedLinear(torch.nn.Module):
     used, and ours for few rows where it can read oneDNN's layout; without either, oneDNN's alone.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, sources: Sequence[tuple[str, int]] = ()
+    ) -> None:
         super().__init__()
+        self.sources = sources
         self.out_features, self.in_features = weight.shape
         self.scales = (weight.abs().amax(dim=1).float() / 127).clamp_min(1e-30)
         rounded = (weight.float() / self.scales[:, None]).round().to(torch.int8)
@@ -133,7 +137,7 @@ def quantize_model(model: Any) -> int:
     for parent in list(model.module.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, PackedLinear):
-                setattr(parent, name, QuantizedLinear(child.dense(), child.bias))
+                setattr(parent, name, QuantizedLinear(child.dense(), child.bias, child.sources))
                 replaced += 1
     layers = decoder_layers(model.module) or []
     whole = sum(not any(isinstance(part, QuantizedLinear) for part in layer.modules()) for layer in layers)

@@ -17,7 +17,7 @@ import numpy as np
 
 from batchrun.engine.batch import Batch, make_batch
 from batchrun.engine.estimate import LengthEstimate
-from batchrun.engine.kv_cache import HOLE, ROOT, BlockPool, EverSeen, RowBlocks, block_hashes
+from batchrun.engine.kv_cache import HOLE, BlockPool, EverSeen, RowBlocks, block_hashes, root
 from batchrun.engine.sequence import Sequence
 from batchrun.engine.slots import Slots
 from batchrun.engine.waiting import WaitingQueue
@@ -190,9 +190,10 @@ class Scheduler:
         last = min(last, sequence.lasting // size)
         if len(digests) < last:
             tail = self.slots.token_ids[slot, len(digests) * size : last * size]
+            start = root(sequence.adapter)
             if not digests:
-                self.pool.expect(block_hashes(tail[:size], size)[0])
-            digests += block_hashes(tail, size, digests[-1] if digests else ROOT)
+                self.pool.expect(block_hashes(tail[:size], size, start)[0])
+            digests += block_hashes(tail, size, digests[-1] if digests else start)
         for index in range(first, last):
             self.pool.register(self.slots.block_tables[:, slot, index].tolist(), digests[index], digests[0])
         self._settle(sequence, max(0, last - first))

@@ -32,6 +32,7 @@ class Sequence:
     logprobs: LogprobRecord | None = None  # None: not asked for
     scoring: Scoring | None = None  # of a row that scores and generates nothing; num_prompt tokens stand before that
     thinking: Thinking | None = None  # of a row whose thinking is told from its answer
+    adapter: int = 0  # number of its adapter; 0: none
     slot: int = -1  # -1: waiting
     cached_tokens: int = -1  # prompt tokens found in the cache when first admitted; -1: not yet admitted
     admitted_at: float = 0.0

@@ -49,6 +49,7 @@ class Slots:
         self.constrained = np.zeros(capacity, dtype=bool)  # its text must have a form
         self.untouched = np.zeros(capacity, dtype=bool)  # no token of it has been sampled yet
         self.scoring = np.zeros(capacity, dtype=bool)
+        self.adapter = np.zeros(capacity, dtype=np.int64)  # number of the row's adapter; 0: none
         self.repetition = RepetitionWatch(capacity)
 
     @property
@@ -89,6 +90,7 @@ class Slots:
         self.ignore_eos[slot] = params.ignore_eos and sequence.constraint is None
         self.untouched[slot] = not sequence.first_token_at
         self.scoring[slot] = sequence.scoring is not None
+        self.adapter[slot] = sequence.adapter
         self.repetition.put(slot, params, sequence.token_ids[sequence.num_prompt :])
         return slot
 

@@ -17,7 +17,7 @@ from batchrun.data.continuations import Continuations
 from batchrun.data.outputs import RowResult
 from batchrun.data.prompts import PromptBuilder
 from batchrun.engine.checkpoint import Checkpoint
-from batchrun.engine.params import Completion, Request
+from batchrun.engine.params import Completion, Request, SamplingParams
 from batchrun.engine.pooler import Pooler
 from batchrun.row import Row
 from batchrun.turns import turn_columns
@@ -40,6 +40,7 @@ class Task(ABC):
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self.base_params = SamplingParams(adapter=config.sampling.adapter)  # of requests that generate nothing
         self.prompt_names = list(config.prompt.prompts)
         # What a task with a completion adds beside it, in the same way.
         self.more_columns = turn_columns(config.prompt)

@@ -27,7 +27,7 @@ class Choose(Task):
 
     def requests(self, row: Row) -> list[Request]:
         assert row.prompt is not None
-        return [Request(None, row.prompt.ids, continuations=row.prompt.continuations)]
+        return [Request(None, row.prompt.ids, self.base_params, continuations=row.prompt.continuations)]
 
     def result(self, row: Row, completions: Sequence[Completion]) -> RowResult:
         (completion,) = completions

@@ -91,7 +91,7 @@ class RowSampling:
     """The sampling parameters of each row: the job's, with the row's own in their place."""
 
     def __init__(self, config: Config) -> None:
-        self.config = config.sampling
+        self.config, self.adapters = config.sampling, list(config.model.adapters)
         self.structure, self.form = config.structure, job_form(config)
         self.reasoning = _reasoning(config.reasoning)
         greedy = self.config.temperature == 0
@@ -99,11 +99,16 @@ class RowSampling:
 
     def of(self, row: Row) -> SamplingParams:
         """A row without a seed of its own gets one that follows from the job's seed and the row's place or prompt. Its
-        samples have seeds that follow from the row's, the first one the row's own."""
+        samples have seeds that follow from the row's, the first one the row's own.
+
+        Raises ValueError for parameters that cannot be had.
+        """
         own = (row.prompt.params if row.prompt else None) or {}
         if self.greedy is not None and not own:
             return self.greedy
         s, form = row_sampling(self.config, own), row_form(self.structure, own) or self.form
+        if s.adapter not in (None, *self.adapters):
+            raise ValueError(f"adapter={s.adapter!r} is not one of model.adapters={self.adapters}")
         if s.temperature == 0:
             return sampling_params(s, 0, form, self.reasoning)
         if "seed" in own:

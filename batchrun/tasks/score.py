@@ -47,7 +47,8 @@ class Score(Task):
         start = len(row.prompt.ids) if row.prompt.continuations else 1
         steps = windows(len(ids), start, self.window, self.config.score.stride or 1)
         return [
-            Request(None, ids[first:scored], continuations=(tuple(ids[scored:stop]),)) for first, scored, stop in steps
+            Request(None, ids[first:scored], self.base_params, continuations=(tuple(ids[scored:stop]),))
+            for first, scored, stop in steps
         ]
 
     def result(self, row: Row, completions: Sequence[Completion]) -> RowResult:
