@@ -10,6 +10,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -74,13 +75,13 @@ class Masks:
     @torch.inference_mode()
     def apply(self, logits: torch.Tensor) -> None:
         """Set the logits of forbidden tokens to -inf in place, in the constrained ones of the rows (float [K, V])."""
-        bits = torch.from_numpy(self.wait())
-        forbidden = _unpacked(bits, logits.shape[1], logits.device)
+        bits = torch.from_numpy(self.wait()).to(logits.device)
+        limits = _limits(logits.dtype, logits.device)[bits.int()].flatten(1)[:, : logits.shape[1]]
         if len(self._rows) == len(logits):
-            logits.masked_fill_(forbidden, float("-inf"))
+            torch.minimum(logits, limits, out=logits)
         else:
             rows = torch.from_numpy(self._rows).to(logits.device)
-            logits[rows] = logits[rows].masked_fill_(forbidden, float("-inf"))
+            logits[rows] = torch.minimum(logits[rows], limits)
 
 
 class Constraints:
@@ -142,9 +143,9 @@ class Constraints:
         return self._words
 
 
-def _unpacked(bits: torch.Tensor, width: int, device: torch.device) -> torch.Tensor:
-    """bool [n, width] on the device from uint8 [n, >= width / 8], which is an eighth to carry over."""
-    if device.type == "cpu":
-        return torch.from_numpy(np.unpackbits(bits.numpy(), axis=1, count=width, bitorder="little").view(bool))
-    shifts = torch.arange(8, dtype=torch.uint8, device=device)
-    return ((bits.to(device)[:, :, None] >> shifts) & 1).flatten(1)[:, :width].bool()
+@cache
+def _limits(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """[256, 8]: for a byte of a mask, the most that the logits of its eight tokens may be, so that a mask is applied
+    without a branch for each token."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    return torch.from_numpy(np.where(bits, -np.inf, np.inf)).to(device, dtype)
