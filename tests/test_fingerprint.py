@@ -71,6 +71,7 @@ IDENTITY: dict[str, Changed] = {
     "sampling.bad_words": one("sampling.bad_words", "w9"),
     "sampling.include_stop_str_in_output": one("sampling.include_stop_str_in_output", True),
     "sampling.logprobs": one("sampling.logprobs", 1),
+    "sampling.prompt_logprobs": one("sampling.prompt_logprobs", 1),
     "sampling.seed": one("sampling.seed", 1),
     "sampling.seed_by": one("sampling.seed_by", "content"),
     "sampling.stop": one("sampling.stop", ["w9"]),

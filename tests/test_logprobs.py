@@ -46,6 +46,19 @@ def test_columns_hold_what_the_engine_says_of_each_token(tiny: Path, tmp_path: P
             assert [top["logprob"] for top in token["top"]] == pytest.approx(values[place, 1:].tolist(), abs=1e-4)
 
 
+def test_a_prompt_has_its_own_column(tiny: Path, tmp_path: Path) -> None:
+    source = write_input(tmp_path / "in", ["w5 w6 w7", "w9", None])
+    runner.run(job(tiny, source, tmp_path / "out", sampling__prompt_logprobs=1, run__max_error_rate=1.0))
+    first, second, third = (row["prompt_logprobs"] for row in read(tmp_path / "out"))
+    with LLM(str(tiny), dtype="float32", kv_cache_gib=0.05, workers="1") as llm:
+        ids = llm.tokenizer("w5 w6 w7")["input_ids"]
+        expected = llm.score(["w5 w6 w7"])[0].log_likelihood
+    assert [token["token_id"] for token in first] == ids[1:]
+    assert sum(token["logprob"] for token in first) == pytest.approx(expected, abs=1e-4)
+    assert [len(token["top"]) for token in first] == [1, 1]
+    assert (second, third) == ([], None)
+
+
 def test_they_outlive_a_retry_of_other_rows(tiny: Path, tmp_path: Path) -> None:
     source = write_input(tmp_path / "in", ["w5 w6", " ".join(["w7"] * 30)])
     config = job(tiny, source, tmp_path / "out", sampling__logprobs=1, model__max_model_len=20, run__max_error_rate=1.0)

@@ -52,6 +52,7 @@ RANGES = {
     "frequency_penalty": Range(-2, 2),
     "repetition_penalty": Range(0, above=True),
     "logprobs": Range(0, MAX_LOGPROBS),
+    "prompt_logprobs": Range(0, MAX_LOGPROBS),
     "repetition_max_pattern": Range(0, MAX_PATTERN),
     "repetition_min_pattern": Range(1, MAX_PATTERN),
     "repetition_min_count": Range(2),
@@ -101,6 +102,9 @@ class SamplingConfig:
     skip_special_tokens: bool = setting(True, "leave special tokens out of the text", identity=True)
     logprobs: int | None = setting(
         None, "log-probabilities of each generated token and of so many of the likeliest; null: none", identity=True
+    )
+    prompt_logprobs: int | None = setting(
+        None, "the same of each token of the prompt but the first; null: none", identity=True
     )
     adapter: str | None = setting(
         None,

@@ -55,6 +55,6 @@ def make_batch(slots: Slots, rows: np.ndarray, query_lens: np.ndarray) -> Batch:
         seq_lens=seq_lens,
         block_tables=slots.block_tables[:, rows, : -(-int(seq_lens.max()) // size)],
         num_decodes=int((query_lens == 1).sum()),
-        sampled=np.flatnonzero((seq_lens == slots.num_tokens[rows]) & ~slots.scoring[rows]),
+        sampled=np.flatnonzero((seq_lens == slots.num_tokens[rows]) & ~slots.silent[rows]),
         adapters=slots.adapter[owner] if slots.adapter[rows].any() else None,
     )

@@ -12,10 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import zip_longest
+from typing import Self
 
 import numpy as np
 
-from batchrun.engine.params import Likelihood
+from batchrun.engine.params import Likelihood, TokenLogprobs
 
 Tokens = tuple[int, ...]
 REMEMBERED = 64  # sets of continuations whose walk is kept: most jobs have one
@@ -69,16 +70,30 @@ class Scoring:
     """What one row scores, how far it is, and what it found so far.
 
     The row is its first `start` tokens and the path of the pass under way. A pass may be computed again from the
-    beginning, as after a preemption: it finds the same.
+    beginning, as after a preemption: it finds the same. With `top`, also the so many likeliest tokens are noted.
     """
 
-    def __init__(self, start: int, continuations: tuple[Tokens, ...]) -> None:
+    def __init__(self, start: int, passes: list[Pass], lengths: list[int], top: int = 0) -> None:
         self.start = start
-        self._lengths = [len(tokens) for tokens in continuations]
-        self._passes = walk(continuations)
+        self.top = top
+        self._passes = passes
+        self._lengths = lengths
         self._number = 0
-        self.logprobs = np.full(sum(self._lengths), np.nan)
-        self.greedy = np.zeros(sum(self._lengths), dtype=bool)
+        self.logprobs = np.full(sum(lengths), np.nan)
+        self.greedy = np.zeros(sum(lengths), dtype=bool)
+        self.top_ids = np.zeros((sum(lengths), top), dtype=np.int32)
+        self.top_logprobs = np.full((sum(lengths), top), np.nan, dtype=np.float32)
+
+    @classmethod
+    def after(cls, prompt: np.ndarray, continuations: tuple[Tokens, ...]) -> Self:
+        """Of what may follow a prompt."""
+        return cls(len(prompt), walk(continuations), [len(tokens) for tokens in continuations])
+
+    @classmethod
+    def within(cls, prompt: np.ndarray, top: int) -> Self:
+        """Of a prompt's own tokens, all but the first."""
+        tokens, depths = prompt[1:].astype(np.int64), np.arange(len(prompt) - 1)
+        return cls(1, [Pass(prompt[1:].astype(np.int32), 0, depths, tokens, depths)], [len(tokens)], top)
 
     @property
     def current(self) -> Pass:
@@ -100,15 +115,29 @@ class Scoring:
         return slice(int(low), int(high))
 
     def note(self, wanted: slice, logprobs: np.ndarray, greedy: np.ndarray) -> None:
+        """What the model says of those tokens: float32 and bool [M]."""
         places = self.current.places[wanted]
         self.logprobs[places], self.greedy[places] = logprobs, greedy
 
+    def note_top(self, wanted: slice, ids: np.ndarray, logprobs: np.ndarray) -> None:
+        """The likeliest tokens in their place: int and float32 [M, `top` or more]."""
+        places = self.current.places[wanted]
+        self.top_ids[places], self.top_logprobs[places] = ids[:, : self.top], logprobs[:, : self.top]
+
     def advance(self) -> bool:
         """The pass is computed: go on to the next. False if there is none."""
+        if self._number + 1 == len(self._passes):
+            return False
         self._number += 1
-        return self._number < len(self._passes)
+        return True
 
     def likelihoods(self) -> list[Likelihood]:
         """What was found for each continuation."""
         stops = np.cumsum(self._lengths)[:-1]
         return list(map(Likelihood, np.split(self.logprobs, stops), np.split(self.greedy, stops)))
+
+    def token_logprobs(self) -> TokenLogprobs:
+        """The same of tokens scored by `within`, with the likeliest beside them."""
+        ids = np.concatenate([self.current.tokens[:, None], self.top_ids], axis=1)
+        logprobs = np.concatenate([self.logprobs[:, None], self.top_logprobs], axis=1)
+        return TokenLogprobs(ids.astype(np.int32), logprobs.astype(np.float32))

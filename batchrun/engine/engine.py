@@ -91,8 +91,8 @@ class Engine:
             self._refused.append(refusal)
             return
         params, caching = request.params, self.pool.prefix_caching
-        scoring = Scoring(len(given), request.continuations) if request.continuations else None
-        follow = params.max_tokens if scoring is None else scoring.longest
+        scoring, path = self._scoring(request, given)
+        follow = scoring.longest if scoring is not None and request.continuations else params.max_tokens
         max_total = min(len(given) + follow, self.max_model_len)
         thinking = None
         if params.reasoning is not None:
@@ -105,8 +105,8 @@ class Engine:
             self._refused.append(_refusal(request, "constraint_error", str(error)))
             return
         adapter = 0 if params.adapter is None else self.adapters[params.adapter]
-        ids = np.concatenate([given, opening if scoring is None else scoring.current.path]).astype(np.int32)
-        lasting = len(ids) if scoring is None else len(given)
+        ids = np.concatenate([given, path, opening]).astype(np.int32)
+        lasting = len(given) if request.continuations else len(ids)
         sequence = Sequence(
             request=request,
             seed=self._num_added if params.seed is None else params.seed,
@@ -172,7 +172,7 @@ class Engine:
         hidden = self.model.hidden(batch)
         next_tokens = self._sample(batch, self.model.logits(hidden, batch.logits_index), masks)
         self.scheduler.advance(batch, next_tokens)
-        finished = self._collect(batch.slots[batch.sampled], next_tokens) + self._score(batch, hidden)
+        finished = self._score(batch, hidden) + self._collect(batch.slots[batch.sampled], next_tokens)
         self._pieces.write(self.scheduler.slots, finished)
         self._note_step(batch, time.perf_counter() - started)
         return refused + finished
@@ -294,8 +294,17 @@ class Engine:
             return None, None, "length"
         return ended
 
+    def _scoring(self, request: Request, given: np.ndarray) -> tuple[Scoring | None, np.ndarray]:
+        """What there is to score for a request, and the tokens that stand after its prompt for that at first."""
+        if request.continuations:
+            scoring = Scoring.after(given, request.continuations)
+            return scoring, scoring.current.path
+        top = request.params.prompt_logprobs
+        return None if top is None else Scoring.within(given, min(top, self.model.vocab_size)), given[:0]
+
     def _score(self, batch: Batch, hidden: Any) -> list[Completion]:
-        """Note what the step tells of given tokens; rows that have computed a pass go on to the next, or end."""
+        """Note what the step tells of given tokens. Rows that have computed a pass go on to the next, or have all: they
+        end, unless they generate."""
         slots = self.scheduler.slots
         rows = np.flatnonzero(slots.scoring[batch.slots])
         if not len(rows):
@@ -303,14 +312,22 @@ class Engine:
         scorings = [self._sequence(slot).scoring for slot in batch.slots[rows]]
         score_step(self.model, hidden, batch, rows, [scoring for scoring in scorings if scoring is not None])
         finished = []
-        for slot in batch.slots[rows[batch.seq_lens[rows] == slots.num_tokens[batch.slots[rows]]]]:
-            scoring = self._sequence(slot).scoring
+        slot_ids = batch.slots[rows]
+        ends = np.where(slots.silent[slot_ids], slots.num_tokens[slot_ids], slots.num_prompt[slot_ids])
+        for slot in slot_ids[batch.seq_lens[rows] >= ends]:
+            sequence = self._sequence(slot)
+            scoring = sequence.scoring
             assert scoring is not None
             if scoring.advance():
                 keep = scoring.current.keep
                 slots.rewind(slot, scoring.start + keep, scoring.current.path[keep:])
-            else:
+                continue
+            if not sequence.request.continuations:
+                sequence.prompt_logprobs = scoring.token_logprobs()
+            if slots.silent[slot]:
                 finished.append(self._finish_scored(slot, scoring))
+            else:
+                sequence.scoring, slots.scoring[slot] = None, False
         return finished
 
     def _find_stop(self, slot: int, token: int) -> _End | None:
@@ -385,6 +402,7 @@ class Engine:
             first_token_s=sequence.first_token_at - sequence.arrived_at,
             total_s=now - sequence.arrived_at,
             logprobs=None if sequence.logprobs is None else sequence.logprobs.take(),
+            prompt_logprobs=sequence.prompt_logprobs,
         )
 
     def _fail(self, slot: int) -> Completion:
@@ -406,13 +424,15 @@ class Engine:
             key=sequence.request.key,
             text="",
             token_ids=[],
-            finish_reason="stop",
+            finish_reason="stop" if sequence.request.continuations else "length",
+            max_tokens=0,
             prompt_tokens=sequence.num_prompt,
             cached_tokens=sequence.cached_tokens,
             queue_s=sequence.admitted_at - sequence.arrived_at,
             first_token_s=now - sequence.arrived_at,
             total_s=now - sequence.arrived_at,
-            likelihoods=scoring.likelihoods(),
+            prompt_logprobs=sequence.prompt_logprobs,
+            likelihoods=scoring.likelihoods() if sequence.request.continuations else None,
         )
 
     def _stops(self, params: SamplingParams) -> StopMatcher | None:
@@ -420,7 +440,7 @@ class Engine:
 
     def _refuse(self, request: Request, ids: np.ndarray) -> Completion | None:
         kind: ErrorType
-        follow = max(map(len, request.continuations), default=1)
+        follow = max(map(len, request.continuations), default=min(1, request.params.max_tokens))
         given = np.concatenate([ids, *request.continuations]).astype(np.int64)
         limit = self.max_model_len
         if len(request.continuations) > 1:  # until the last is tried, no window leaves the end of the prompt behind

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,32 +18,57 @@ CHUNK_ROWS = {"cpu": 128}
 DEFAULT_CHUNK_ROWS = 512
 
 
-@torch.inference_mode()
-def token_logprobs(
-    logits_at: Callable[[np.ndarray], torch.Tensor], places: np.ndarray, tokens: np.ndarray, device: torch.device
-) -> tuple[np.ndarray, np.ndarray]:
-    """`logits_at(places [n])` gives logits [n, V]. `tokens` [M] are scored by the logits at `places` [M], ascending.
+class TokenScores(NamedTuple):
+    """What logits say of M tokens, each at a place of its own or one that it shares."""
 
-    Returns float32 [M], the log-softmax of the logits at each token, and bool [M], whether the token is the likeliest.
-    """
+    logprobs: np.ndarray  # float32 [M]: log-softmax of the logits
+    greedy: np.ndarray  # bool [M]: whether the token is the likeliest
+    top_ids: np.ndarray  # int64 [M, top]: the likeliest tokens there, best first
+    top_logprobs: np.ndarray  # float32 [M, top]
+
+
+@torch.inference_mode()
+def token_scores(
+    logits_at: Callable[[np.ndarray], torch.Tensor],
+    places: np.ndarray,
+    tokens: np.ndarray,
+    device: torch.device,
+    top: int = 0,
+) -> TokenScores:
+    """`logits_at(places [n])` gives logits [n, V]. `tokens` [M] are scored by the logits at `places` [M], ascending."""
     distinct, owner = np.unique(places, return_inverse=True)
     size = CHUNK_ROWS.get(device.type, DEFAULT_CHUNK_ROWS)
     found: list[torch.Tensor] = []
+    best: list[torch.Tensor] = []
     for start in range(0, len(distinct), size):
         rows = logits_at(distinct[start : start + size]).float()
         low, high = np.searchsorted(owner, (start, start + size))
         index = torch.from_numpy(owner[low:high] - start).to(device)
         token = torch.from_numpy(tokens[low:high]).to(device)
-        logprobs = rows[index, token] - rows.logsumexp(dim=-1)[index]
-        found.append(torch.stack([logprobs, (rows.argmax(dim=-1)[index] == token).float()]))
+        total = rows.logsumexp(dim=-1)
+        likeliest = rows.topk(top, dim=-1) if top else rows.max(dim=-1, keepdim=True)
+        top_logprobs = likeliest.values - total[:, None]
+        found.append(torch.stack([rows[index, token] - total[index], (likeliest.indices[index, 0] == token).float()]))
+        # A float32 holds each token id exactly.
+        best.append(torch.stack([likeliest.indices[index, :top].float(), top_logprobs[index, :top]]))
     logprobs, greedy = torch.cat(found, dim=1).cpu().numpy()
-    return logprobs, greedy == 1
+    top_ids, values = torch.cat(best, dim=1).cpu().numpy()
+    return TokenScores(logprobs, greedy == 1, top_ids.astype(np.int64), values)
 
 
 def score_step(
     model: PagedModel, hidden: torch.Tensor, batch: Batch, rows: np.ndarray, scorings: list[Scoring]
 ) -> None:
     """Give the rows of a computed step (int64 [R]), which have these scorings, what its hidden states tell them."""
+    for asks_top in (False, True):  # apart, so that only rows which ask for the likeliest tokens pay for them
+        some = [i for i, scoring in enumerate(scorings) if bool(scoring.top) == asks_top]
+        if some:
+            _score_rows(model, hidden, batch, rows[some], [scorings[i] for i in some])
+
+
+def _score_rows(
+    model: PagedModel, hidden: torch.Tensor, batch: Batch, rows: np.ndarray, scorings: list[Scoring]
+) -> None:
     starts, stops = batch.query_starts[rows], batch.query_starts[rows + 1]
     positions = batch.positions[starts]
     wanted = [
@@ -58,9 +84,12 @@ def score_step(
     places = np.concatenate(
         [scoring.current.depths[part] + shift for (scoring, part), shift in zip(parts, before, strict=True)]
     )
-    logprobs, greedy = token_logprobs(partial(model.logits, hidden), places, tokens, hidden.device)
+    top = max(scoring.top for scoring in scorings)
+    scores = token_scores(partial(model.logits, hidden), places, tokens, hidden.device, top)
     at = 0
     for scoring, part in parts:
-        count = part.stop - part.start
-        scoring.note(part, logprobs[at : at + count], greedy[at : at + count])
-        at += count
+        mine = slice(at, at + part.stop - part.start)
+        scoring.note(part, scores.logprobs[mine], scores.greedy[mine])
+        if scoring.top:
+            scoring.note_top(part, scores.top_ids[mine], scores.top_logprobs[mine])
+        at = mine.stop

@@ -23,7 +23,7 @@ class SamplingParams:
     Raises ValueError naming the value and its limit.
     """
 
-    max_tokens: int = 128
+    max_tokens: int = 128  # 0 with prompt_logprobs: the prompt is scored and nothing generated
     temperature: float = 0.0  # 0 is greedy
     top_p: float = 1.0
     top_k: int = 0  # 0 is all
@@ -48,6 +48,7 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     logprobs: int | None = None  # None: none; 0: of the generated tokens alone
+    prompt_logprobs: int | None = None  # the same of the prompt's tokens
     adapter: str | None = None  # one of model.adapters; None: the base model
 
     def __post_init__(self) -> None:
@@ -65,6 +66,8 @@ class SamplingParams:
                 raise ValueError("allowed_token_ids=() allows no token: None allows all")
         for name, limits in RANGES.items():
             value = getattr(self, name, None)
+            if name == "max_tokens" and value == 0 and self.prompt_logprobs is not None:
+                continue
             if value is not None and (problem := limits.problem(value)):
                 raise ValueError(f"{name}={value} {problem}")
         if self.min_tokens > self.max_tokens:
@@ -117,9 +120,9 @@ class Likelihood(NamedTuple):
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities of T generated tokens: a row for each, its first column for the token itself, the other k for
-    the likeliest ones there, best first. They are NaN for tokens that no step samples: those that end a thinking which
-    had all it may have.
+    """Log-probabilities of T tokens, generated ones or those of a prompt but its first: a row for each, its first
+    column for the token itself, the other k for the likeliest ones there, best first. They are NaN for tokens that no
+    step samples: those that end a thinking which had all it may have.
 
     They are the log-softmax of the model's own logits, before penalties, biases, masks, temperature and filters.
     """
@@ -148,6 +151,7 @@ class Completion:
     first_token_s: float = 0.0
     total_s: float = 0.0
     logprobs: TokenLogprobs | None = None  # of all token_ids, if params.logprobs asks for them
+    prompt_logprobs: TokenLogprobs | None = None  # if params.prompt_logprobs asks for them
     likelihoods: list[Likelihood] | None = None  # of the request's continuations, in their order
     values: np.ndarray | None = None  # float32 [size]: an embedding or scores, from an Encoder
 

@@ -73,7 +73,7 @@ class Scheduler:
 
     def finish(self, slot: int) -> Sequence:
         """Take a sequence out and free its blocks, which stay findable as prefixes."""
-        if not self.slots.scoring[slot]:
+        if not self.slots.silent[slot]:
             generated = int(self.slots.num_tokens[slot] - self.slots.num_prompt[slot])
             allowed = int(self.slots.max_total[slot] - self.slots.num_prompt[slot])
             self.estimate.observe(generated, allowed)

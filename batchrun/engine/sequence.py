@@ -10,7 +10,7 @@ from batchrun.engine.constraints import Constraint
 from batchrun.engine.continuations import Scoring
 from batchrun.engine.detokenizer import StopMatcher
 from batchrun.engine.logprobs import LogprobRecord
-from batchrun.engine.params import Request
+from batchrun.engine.params import Request, TokenLogprobs
 from batchrun.engine.thinking import Thinking
 from batchrun.engine.token_rules import TokenRules
 
@@ -30,7 +30,8 @@ class Sequence:
     constraint: Constraint | None = None  # the form of its text, and how far it has come
     rules: TokenRules | None = None
     logprobs: LogprobRecord | None = None  # None: not asked for
-    scoring: Scoring | None = None  # of a row that scores and generates nothing; num_prompt tokens stand before that
+    scoring: Scoring | None = None  # while tokens of its prompt, or what may follow it, are still to be scored
+    prompt_logprobs: TokenLogprobs | None = None
     thinking: Thinking | None = None  # of a row whose thinking is told from its answer
     adapter: int = 0  # number of its adapter; 0: none
     slot: int = -1  # -1: waiting
@@ -42,7 +43,7 @@ class Sequence:
     @property
     def lasting(self) -> int:
         """Tokens whose KV is never written over."""
-        return self.max_total if self.scoring is None else self.num_prompt
+        return self.num_prompt if self.request.continuations else self.max_total
 
     @property
     def settled(self) -> int:
@@ -52,4 +53,4 @@ class Sequence:
     @property
     def reusable(self) -> int:
         """Tokens whose KV may come from the cache: not where logits are needed, which only a computed token has."""
-        return min(len(self.token_ids), self.lasting) - 1
+        return (len(self.token_ids) if self.scoring is None else self.scoring.start) - 1

@@ -48,7 +48,8 @@ class Slots:
         self.watched = np.zeros(capacity, dtype=bool)  # has stop strings or stop token ids of its own, or thinks
         self.constrained = np.zeros(capacity, dtype=bool)  # its text must have a form
         self.untouched = np.zeros(capacity, dtype=bool)  # no token of it has been sampled yet
-        self.scoring = np.zeros(capacity, dtype=bool)
+        self.scoring = np.zeros(capacity, dtype=bool)  # has given tokens that are still to be scored
+        self.silent = np.zeros(capacity, dtype=bool)  # generates nothing
         self.adapter = np.zeros(capacity, dtype=np.int64)  # number of the row's adapter; 0: none
         self.repetition = RepetitionWatch(capacity)
 
@@ -91,6 +92,7 @@ class Slots:
         self.untouched[slot] = not sequence.first_token_at
         self.scoring[slot] = sequence.scoring is not None
         self.adapter[slot] = sequence.adapter
+        self.silent[slot] = bool(sequence.request.continuations) or params.max_tokens == 0
         self.repetition.put(slot, params, sequence.token_ids[sequence.num_prompt :])
         return slot
 

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from batchrun.config import Config, ReasoningConfig
-from batchrun.data.logprobs import logprob_columns, logprob_values
+from batchrun.data.logprobs import PROMPT_LOGPROBS, logprob_columns, logprob_values, token_values
 from batchrun.data.outputs import RowResult
 from batchrun.data.parsing import Parser
 from batchrun.data.row_params import row_sampling
@@ -29,11 +29,12 @@ class Generate(Task):
         self.max_tokens = config.sampling.max_tokens
         self.sampling = RowSampling(config)
         self.with_logprobs = config.sampling.logprobs is not None
+        self.with_prompt_logprobs = config.sampling.prompt_logprobs is not None
         self.retries = config.output.retry_invalid
         self.parser = Parser(config.output) if self.retries else None
         if self.sampling.reasoning is not None:
             self.more_columns = self.more_columns | THINKING
-        self.more_columns = self.more_columns | logprob_columns(self.with_logprobs)
+        self.more_columns = self.more_columns | logprob_columns(self.with_logprobs, self.with_prompt_logprobs)
 
     def requests(self, row: Row) -> list[Request]:
         assert row.prompt is not None
@@ -59,6 +60,8 @@ class Generate(Task):
             values |= {key: getattr(completion, key) for key in THINKING}
         if self.with_logprobs and completion.logprobs is not None:
             values |= logprob_values(*completion.logprobs)
+        if self.with_prompt_logprobs and completion.prompt_logprobs is not None:
+            values[PROMPT_LOGPROBS] = token_values(*completion.prompt_logprobs)
         return values or None
 
     def again(self, row: Row, completions: Sequence[Completion], attempt: int) -> list[Request]:

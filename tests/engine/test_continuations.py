@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,81 @@ def test_rows_that_generate_say_what_they_say_alone(family_folder: Callable[[str
     mixed = [Request(f"g{i}", prompt, params) for i, prompt in enumerate(prompts)] + requests()
     found = {done.key: done.token_ids for done in llm.stream(mixed)}
     assert [found[f"g{i}"] for i in range(len(prompts))] == expected
+
+
+PROMPTS = [SHARED + random_prompt(30 + i, n) for i, n in enumerate((1, 14, 15))] + [random_prompt(9, 40), [7]]
+
+
+@torch.inference_mode()
+def prompt_reference(model: Any, prompt: list[int]) -> torch.Tensor:
+    """Log-probabilities [n - 1, V] at each token of the prompt but the first."""
+    return model(torch.tensor([prompt])).logits[0, :-1].log_softmax(dim=-1)
+
+
+@pytest.mark.parametrize("mode", ["batched", "chunks of 7", "blocks of 4"])
+@pytest.mark.parametrize("max_tokens", [0, 12])
+def test_prompt_logprobs_are_those_of_transformers(
+    mode: str, max_tokens: int, family_folder: Callable[[str], Path]
+) -> None:
+    """Twice, so that prefixes are there, among rows that ask for none; rows that generate say what they say without."""
+    folder = family_folder("llama")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    llm = load(folder, **MODES[mode])
+    plain = SamplingParams(max_tokens=max(max_tokens, 1), ignore_eos=True)
+    expected = [done.token_ids for done in llm.generate(PROMPTS, plain)]
+    asking = [replace(plain, max_tokens=max_tokens, prompt_logprobs=k) for k in (0, 3, 1, 5, 2)]
+    for _ in range(2):
+        done = llm.generate(PROMPTS * 2, [*asking, *[plain] * 5])
+        assert [one.token_ids for one in done[5:]] == expected
+        for completion, prompt, params, tokens in zip(done, PROMPTS, asking, expected, strict=False):
+            assert completion.error is None
+            assert completion.token_ids == (tokens if max_tokens else [])
+            assert completion.finish_reason == "length"
+            assert completion.cached_tokens == 0
+            ids, logprobs = completion.prompt_logprobs or pytest.fail("none")
+            assert ids.shape == logprobs.shape == (len(prompt) - 1, int(params.prompt_logprobs or 0) + 1)
+            told = prompt_reference(model, prompt)
+            assert ids[:, 0].tolist() == prompt[1:]
+            np.testing.assert_allclose(logprobs, told.gather(1, torch.from_numpy(ids).long()).numpy(), atol=1e-4)
+            best = told.topk(ids.shape[1] - 1, dim=-1).values.numpy()
+            np.testing.assert_allclose(logprobs[:, 1:], best, atol=1e-4)
+        assert all(one.prompt_logprobs is None for one in done[5:])
+    assert_idle(engine_of(llm))
+
+
+def test_prompt_logprobs_survive_a_preemption_in_the_middle(family_folder: Callable[[str], Path]) -> None:
+    """Before and after all of the prompt is computed: it is noted once, and generating goes on as before."""
+    engine = engine_of(load(family_folder("llama"), block_size=4, max_batched_tokens=16))
+    prompt = PROMPTS[1]
+    found: dict[tuple[int, ...], Completion] = {}
+    for preempted in ((), (2,), (7,), (1, 3, 9)):
+        params = SamplingParams(max_tokens=8, ignore_eos=True, prompt_logprobs=2)
+        engine.add(Request(preempted, prompt, params))
+        for step in range(100):
+            if ended := engine.step():
+                found[preempted] = ended[0]
+                break
+            if step in preempted:
+                engine.scheduler._preempt(int(engine.scheduler.slots.order[-1]))
+    first = found[()]
+    assert first.prompt_logprobs is not None
+    for done in found.values():
+        assert done.token_ids == first.token_ids
+        assert done.prompt_logprobs is not None
+        np.testing.assert_allclose(done.prompt_logprobs.logprobs, first.prompt_logprobs.logprobs, atol=1e-4)
+    assert engine.scheduler.num_preemptions == 5
+    assert_idle(engine)
+
+
+def test_a_prompt_may_fill_the_window_if_nothing_is_generated(family_folder: Callable[[str], Path]) -> None:
+    llm = load(family_folder("llama"))
+    params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    whole, longer = llm.generate([random_prompt(0, 512), random_prompt(0, 513)], params)
+    assert whole.prompt_logprobs is not None
+    assert np.isfinite(whole.prompt_logprobs.logprobs).all()
+    assert longer.error_type == "prompt_too_long"
+    with pytest.raises(ValueError, match="max_tokens=0 is out of range"):
+        SamplingParams(max_tokens=0)
 
 
 def test_only_a_prompt_is_reused_and_what_is_written_over_is_not(family_folder: Callable[[str], Path]) -> None:

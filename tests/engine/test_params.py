@@ -42,6 +42,8 @@ from batchrun.engine.params import SamplingParams, sampling_params
         ("bad_words", ("", "no")),
         ("logprobs", -1),
         ("logprobs", 1001),
+        ("prompt_logprobs", -1),
+        ("prompt_logprobs", 1001),
         ("repetition_max_pattern", -1),
         ("repetition_max_pattern", 1025),
         ("repetition_min_pattern", 0),
