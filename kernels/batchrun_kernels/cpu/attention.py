@@ -256,7 +256,7 @@ def _values(sizes, weights, place, stride, v_pages, at, out, shrink, rows):
         add_values(sizes, weights, place, stride, v_pages, at, out, shrink, 1)
 
 
-@njit(nogil=True, cache=True, fastmath=True, error_model="numpy")
+@njit(inline="always", fastmath=True, error_model="numpy")
 def _weigh(
     scores: Array,
     weights: Array,
@@ -279,9 +279,8 @@ def _weigh(
     rest = weights[max(b, 0) : length]
     for j in range(rest.shape[0]):
         rest[j] = zero
-    if b <= a:
-        return floor, np.float32(0.0)
     # Loops run over slices from 0: LLVM vectorises no index that it must check for being negative.
+    b = max(a, b)
     line, target = scores[a:b], weights[a:b]
     if k_scales.shape[0]:
         scales = k_scales[a:b]
@@ -313,12 +312,13 @@ def _weigh(
     return top, total
 
 
-@njit(nogil=True, cache=True, fastmath=True, error_model="numpy")
+@njit(inline="always", fastmath=True, error_model="numpy")
 def _share(top: Any, total: Any, sinks: Array, head: int) -> Any:
     """What the weighted sum is multiplied with: 1 / (sum of the weights, and of the head's sink)."""
+    kept, whole = np.float32(1.0), total
     if sinks.shape[0]:
         sink = sinks[head] * LOG2E
         highest = larger(top, sink)
         kept = exp2(top - highest)
-        return kept / (total * kept + exp2(sink - highest))
-    return np.float32(1.0) / total if total > 0 else np.float32(0.0)
+        whole = total * kept + exp2(sink - highest)
+    return kept / whole if whole > 0 else np.float32(0.0)

@@ -190,7 +190,7 @@ def _panels(job, first, last):
             start += count
 
 
-@njit(nogil=True, fastmath=True)
+@njit(inline="always", fastmath=True)
 def _add_bias(sums, bias, count):
     for i in range(count):
         row = sums[i]
@@ -198,7 +198,7 @@ def _add_bias(sums, bias, count):
             row[j] += widen(bias[j])
 
 
-@njit(nogil=True, fastmath=True, error_model="numpy")
+@njit(inline="always", fastmath=True, error_model="numpy")
 def _gate(gates, ups, count, kind):
     for i in range(count):
         gate, up = gates[i], ups[i]

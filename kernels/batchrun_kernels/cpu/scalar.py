@@ -2,6 +2,9 @@
 
 numba has no bfloat16 or float16: such arrays come in as their bits (uint16 for bfloat16, int16 for float16)
 and every element is widened to float32 in registers. LLVM turns these into vector instructions.
+
+What a kernel computes with is inlined into it by numba: a function left to the linker can be that of another kernel's
+module, rounded otherwise, and which it is depends on what was compiled before and what came from the cache.
 """
 
 from __future__ import annotations
