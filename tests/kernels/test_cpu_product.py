@@ -77,7 +77,7 @@ def test_head_takes_any_rows() -> None:
 def test_a_shape_that_is_padded_is_left_to_the_library(features: int, depth: int) -> None:
     x, w = random(3, depth), random(features, depth)
     linear = packed(w)
-    assert linear.own_rows == 0
+    assert linear.own_rows < 1
     assert_close(linear(x), x.double() @ w.double().T)
 
 
