@@ -34,7 +34,7 @@ from tests.engine.families import (
     random_prompt,
 )
 
-ROUNDING = 1e-5  # what may be left of the error in float32
+ROUNDING = 3e-5  # what may be left of the error in float32: sums in another order, exp to 2e-7, over all layers
 WINDOWED = [family for family, config in ALL_FAMILIES.items() if config.get("sliding_window")]
 
 

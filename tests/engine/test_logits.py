@@ -47,7 +47,7 @@ def slots_with(rows: list[tuple[list[int], SamplingParams]]) -> Slots:
         ids = np.array(PROMPT + generated, dtype=np.int32)
         sequence = Sequence(Request(0, PROMPT, params), 0, ids, len(PROMPT), 100, [], time.perf_counter())
         sequence.rules = book.of(params)
-        slots.put(sequence, [], 0)
+        slots.put(sequence, [[]], 0)
     return slots
 
 
