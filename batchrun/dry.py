@@ -29,6 +29,7 @@ from batchrun.job import Job, open_job
 SAMPLED_ROWS = 2000  # whose prompts `plan` renders
 SAMPLED_PLACES = 8  # chunks they are taken from
 HISTOGRAM_BINS = 8
+SHOWN_CONTINUATIONS = 8  # of a prompt, by `preview`
 GIB, MIB = 2**30, 2**20
 
 
@@ -89,6 +90,10 @@ def _print_prompt(job: Job, source: str, number: int, prompt: Prompt) -> None:
         print(f"{'skipped: ' if prompt.skipped else ''}{prompt.error_type}: {prompt.error}")
     elif prompt.ids:
         print(job.tokenizer.decode(prompt.ids, skip_special_tokens=False))
+        for ids in prompt.continuations[:SHOWN_CONTINUATIONS]:
+            print(f"-> {job.tokenizer.decode(ids, skip_special_tokens=False)!r}: {len(ids)} tokens to score")
+        if len(prompt.continuations) > SHOWN_CONTINUATIONS:
+            print(f"-> and {len(prompt.continuations) - SHOWN_CONTINUATIONS} more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +160,7 @@ def _print_memory(job: Job, sample: Sample) -> None:
         blocks = count * blocks_for(layout.groups, engine.block_size, longest)
         print(f"{'':<12}{count} x {longest:,} tokens take {blocks * per_block / GIB:.2f} GiB")
     budget = kv_budget(engine, layout, dtype, longest, device)
-    per_row = min(int(sample.mean or longest) + job.config.sampling.max_tokens, longest)
+    per_row = min(int(sample.mean or longest) + job.task.max_tokens, longest)
     room = int(budget // per_block) // blocks_for(layout.groups, engine.block_size, per_row)
     fit = min(engine.max_num_seqs, room)
     print(

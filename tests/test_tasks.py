@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from batchrun import runner
 from batchrun.config import Config
+from batchrun.dry import plan, preview
 from batchrun.engine.engine import Engine
 from batchrun.engine.params import Completion
 from batchrun.errors import ConfigError, InputError
@@ -266,3 +267,13 @@ def test_labels_that_are_no_choice(labels: list[str]) -> None:
 
     with pytest.raises(ConfigError, match=r"choose\.labels"):
         ChooseConfig(labels=labels)
+
+
+def test_a_preview_shows_what_is_scored(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    labels = [f"w{number} w5" for number in range(6, 16)]
+    config = task("choose", tiny, write(tmp_path / "in", text=["w5 w6"]), tmp_path / "out", choose__labels=labels)
+    assert preview(config) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:3] == ["w5 w6", "-> 'w6 w5': 2 tokens to score"]
+    assert lines[-1] == "-> and 2 more"
+    assert plan(config) == 0

@@ -1,9 +1,9 @@
 """Texts whose likelihood after a row's prompt is asked for, as the tokens that follow those of the prompt.
 
-Where prompt and continuation meet, they are tokenised as one text, as it would have been in training: a
-continuation's tokens are those of both together without those of the prompt (as in lm-evaluation-harness, of which
-trailing spaces of the prompt counting as the continuation's is taken too). Where the tokens of the prompt are not the
-first of both together, because the border runs through a token, each is tokenised alone.
+Prompt and continuation are tokenised as one text, as they would have been in training: a continuation's tokens are
+those of both together without those of the prompt, and spaces at the prompt's end count as the continuation's. Both
+are what lm-evaluation-harness does. Where the border runs through a token, so that the prompt alone has other tokens
+than in the whole, the continuation is tokenised alone.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import Self
 
 import numpy as np
 
-from batchrun.engine.params import Likelihood, TokenLogprobs
+from batchrun.engine.params import Likelihood, Request, TokenLogprobs
 
 Tokens = tuple[int, ...]
 REMEMBERED = 64  # sets of continuations whose walk is kept: most jobs have one
@@ -141,3 +141,11 @@ class Scoring:
         ids = np.concatenate([self.current.tokens[:, None], self.top_ids], axis=1)
         logprobs = np.concatenate([self.logprobs[:, None], self.top_logprobs], axis=1)
         return TokenLogprobs(ids.astype(np.int32), logprobs.astype(np.float32))
+
+
+def open_scoring(request: Request, prompt: np.ndarray, vocab_size: int) -> Scoring | None:
+    """What a request asks to be scored; None if it does not."""
+    if request.continuations:
+        return Scoring.after(prompt, request.continuations)
+    top = request.params.prompt_logprobs
+    return None if top is None else Scoring.within(prompt, min(top, vocab_size))

@@ -12,7 +12,7 @@ import torch
 
 from batchrun.engine.batch import Batch
 from batchrun.engine.constraints import Constraint, Constraints, Masks
-from batchrun.engine.continuations import Scoring
+from batchrun.engine.continuations import open_scoring
 from batchrun.engine.deltas import Piece, PieceWriter
 from batchrun.engine.detokenizer import StopMatcher, whole_characters
 from batchrun.engine.kv_cache import BlockPool, block_hashes, root
@@ -91,8 +91,8 @@ class Engine:
             self._refused.append(refusal)
             return
         params, caching = request.params, self.pool.prefix_caching
-        scoring, path = self._scoring(request, given)
-        follow = scoring.longest if scoring is not None and request.continuations else params.max_tokens
+        scoring = open_scoring(request, given, self.model.vocab_size)
+        follow = params.max_tokens if scoring is None or not request.continuations else scoring.longest
         max_total = min(len(given) + follow, self.max_model_len)
         thinking = None
         if params.reasoning is not None:
@@ -105,6 +105,7 @@ class Engine:
             self._refused.append(_refusal(request, "constraint_error", str(error)))
             return
         adapter = 0 if params.adapter is None else self.adapters[params.adapter]
+        path = scoring.current.path if scoring is not None and request.continuations else ()
         ids = np.concatenate([given, path, opening]).astype(np.int32)
         lasting = len(given) if request.continuations else len(ids)
         sequence = Sequence(
@@ -294,41 +295,9 @@ class Engine:
             return None, None, "length"
         return ended
 
-    def _scoring(self, request: Request, given: np.ndarray) -> tuple[Scoring | None, np.ndarray]:
-        """What there is to score for a request, and the tokens that stand after its prompt for that at first."""
-        if request.continuations:
-            scoring = Scoring.after(given, request.continuations)
-            return scoring, scoring.current.path
-        top = request.params.prompt_logprobs
-        return None if top is None else Scoring.within(given, min(top, self.model.vocab_size)), given[:0]
-
     def _score(self, batch: Batch, hidden: Any) -> list[Completion]:
-        """Note what the step tells of given tokens. Rows that have computed a pass go on to the next, or have all: they
-        end, unless they generate."""
-        slots = self.scheduler.slots
-        rows = np.flatnonzero(slots.scoring[batch.slots])
-        if not len(rows):
-            return []
-        scorings = [self._sequence(slot).scoring for slot in batch.slots[rows]]
-        score_step(self.model, hidden, batch, rows, [scoring for scoring in scorings if scoring is not None])
-        finished = []
-        slot_ids = batch.slots[rows]
-        ends = np.where(slots.silent[slot_ids], slots.num_tokens[slot_ids], slots.num_prompt[slot_ids])
-        for slot in slot_ids[batch.seq_lens[rows] >= ends]:
-            sequence = self._sequence(slot)
-            scoring = sequence.scoring
-            assert scoring is not None
-            if scoring.advance():
-                keep = scoring.current.keep
-                slots.rewind(slot, scoring.start + keep, scoring.current.path[keep:])
-                continue
-            if not sequence.request.continuations:
-                sequence.prompt_logprobs = scoring.token_logprobs()
-            if slots.silent[slot]:
-                finished.append(self._finish_scored(slot, scoring))
-            else:
-                sequence.scoring, slots.scoring[slot] = None, False
-        return finished
+        """Note what the step tells of given tokens; rows end that have all they asked for and generate nothing."""
+        return [self._finish_scored(slot) for slot in score_step(self.model, self.scheduler.slots, batch, hidden)]
 
     def _find_stop(self, slot: int, token: int) -> _End | None:
         """Whether the row's own stops end it with this token."""
@@ -416,15 +385,15 @@ class Engine:
         )
         return _refusal(sequence.request, "constraint_error", why)
 
-    def _finish_scored(self, slot: int, scoring: Scoring) -> Completion:
-        sequence = self.scheduler.finish(slot)
+    def _finish_scored(self, slot: int) -> Completion:
+        sequence, now = self.scheduler.finish(slot), time.perf_counter()
         del self._sequences[sequence.request.key]
-        now = time.perf_counter()
+        asked, scoring = sequence.request.continuations, sequence.scoring
         return Completion(
             key=sequence.request.key,
             text="",
             token_ids=[],
-            finish_reason="stop" if sequence.request.continuations else "length",
+            finish_reason="stop" if asked else "length",
             max_tokens=0,
             prompt_tokens=sequence.num_prompt,
             cached_tokens=sequence.cached_tokens,
@@ -432,7 +401,7 @@ class Engine:
             first_token_s=now - sequence.arrived_at,
             total_s=now - sequence.arrived_at,
             prompt_logprobs=sequence.prompt_logprobs,
-            likelihoods=scoring.likelihoods() if sequence.request.continuations else None,
+            likelihoods=scoring.likelihoods() if scoring is not None and asked else None,
         )
 
     def _stops(self, params: SamplingParams) -> StopMatcher | None:

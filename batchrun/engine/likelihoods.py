@@ -12,6 +12,8 @@ import torch
 from batchrun.engine.batch import Batch
 from batchrun.engine.continuations import Scoring
 from batchrun.engine.model import PagedModel
+from batchrun.engine.sequence import Sequence
+from batchrun.engine.slots import Slots
 
 # Places whose logits are held at once: all of a long prompt's are gigabytes. On a CPU more leave the cache.
 CHUNK_ROWS = {"cpu": 128}
@@ -56,19 +58,49 @@ def token_scores(
     return TokenScores(logprobs, greedy == 1, top_ids.astype(np.int64), values)
 
 
-def score_step(
-    model: PagedModel, hidden: torch.Tensor, batch: Batch, rows: np.ndarray, scorings: list[Scoring]
-) -> None:
-    """Give the rows of a computed step (int64 [R]), which have these scorings, what its hidden states tell them."""
+def score_step(model: PagedModel, slots: Slots, batch: Batch, hidden: torch.Tensor) -> list[int]:
+    """Note what a computed step tells of given tokens, and let rows go on to their next pass.
+
+    Returns the slots of rows that have all they asked for and generate nothing.
+    """
+    rows = np.flatnonzero(slots.scoring[batch.slots])
+    if not len(rows):
+        return []
+    scorings = [_scoring(slots, slot)[1] for slot in batch.slots[rows]]
     for asks_top in (False, True):  # apart, so that only rows which ask for the likeliest tokens pay for them
         some = [i for i, scoring in enumerate(scorings) if bool(scoring.top) == asks_top]
         if some:
             _score_rows(model, hidden, batch, rows[some], [scorings[i] for i in some])
+    at = batch.slots[rows]
+    ends = np.where(slots.silent[at], slots.num_tokens[at], slots.num_prompt[at])
+    return [int(slot) for slot in at[batch.seq_lens[rows] >= ends] if _go_on(slots, slot)]
+
+
+def _go_on(slots: Slots, slot: int) -> bool:
+    """A row has computed its pass: whether it has nothing more to do."""
+    sequence, scoring = _scoring(slots, slot)
+    if scoring.advance():
+        keep = scoring.current.keep
+        slots.rewind(slot, scoring.start + keep, scoring.current.path[keep:])
+        return False
+    if not sequence.request.continuations:
+        sequence.prompt_logprobs = scoring.token_logprobs()
+    if not slots.silent[slot]:
+        sequence.scoring, slots.scoring[slot] = None, False
+    return bool(slots.silent[slot])
+
+
+def _scoring(slots: Slots, slot: int) -> tuple[Sequence, Scoring]:
+    sequence = slots.sequences[slot]
+    assert sequence is not None
+    assert sequence.scoring is not None
+    return sequence, sequence.scoring
 
 
 def _score_rows(
     model: PagedModel, hidden: torch.Tensor, batch: Batch, rows: np.ndarray, scorings: list[Scoring]
 ) -> None:
+    """Give rows of the step (int64 [R]), which have these scorings, what the hidden states tell them."""
     starts, stops = batch.query_starts[rows], batch.query_starts[rows + 1]
     positions = batch.positions[starts]
     wanted = [

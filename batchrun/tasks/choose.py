@@ -14,8 +14,6 @@ from batchrun.row import Row
 from batchrun.tasks.base import Task, row_result
 
 PROBABILITY = pa.struct([("label", pa.string()), ("probability", pa.float64()), ("log_likelihood", pa.float64())])
-
-
 COLUMNS = {"label": pa.string(), "margin": pa.float64(), "probabilities": pa.list_(PROBABILITY)}
 
 

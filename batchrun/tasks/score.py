@@ -32,7 +32,7 @@ class Score(Task):
         return None if template is None else Ending(template, schema)
 
     def longest_prompt(self, max_model_len: int) -> int:
-        stride, self.window = self.config.score.stride, max_model_len
+        stride = self.config.score.stride
         if stride is not None and stride >= max_model_len:
             raise ConfigError(
                 f"score.stride={stride} leaves nothing of a window of model.max_model_len={max_model_len} to the next: "
@@ -45,7 +45,7 @@ class Score(Task):
         assert row.prompt is not None
         ids = [*row.prompt.ids, *(token for tokens in row.prompt.continuations for token in tokens)]
         start = len(row.prompt.ids) if row.prompt.continuations else 1
-        steps = windows(len(ids), start, self.window, self.config.score.stride or 1)
+        steps = windows(len(ids), start, self.max_length, self.config.score.stride or 1)
         return [
             Request(None, ids[first:scored], self.base_params, continuations=(tuple(ids[scored:stop]),))
             for first, scored, stop in steps
