@@ -83,7 +83,12 @@ class Engine:
         self.constraints = Constraints(tokenizer, model.vocab_size, eos_ids)
 
     def add(self, request: Request) -> None:
-        """Queue a request. One that can never run comes back from the next step with finish_reason "error"."""
+        """Queue a request. One that can never run comes back from the next step with finish_reason "error".
+
+        Raises ValueError for a request of several samples, and for a key that is in the engine.
+        """
+        if request.params.n != 1:
+            raise ValueError(f"n={request.params.n}: a request asks for one sample; make one of each, or ask LLM")
         self._num_added += 1
         given = np.asarray(request.prompt_ids, dtype=np.int64)
         refusal = self._refuse(request, given)

@@ -14,6 +14,7 @@ from collections.abc import (
     Generator,
     Hashable,
     Iterable,
+    Iterator,
     Mapping,
     Sequence,
 )
@@ -31,7 +32,7 @@ from batchrun.engine.checkpoint import Checkpoint, eos_token_ids, generation_def
 from batchrun.engine.driver import Driver
 from batchrun.engine.encoder import WINDOW, Encoder
 from batchrun.engine.encoder_model import load_encoder_model
-from batchrun.engine.engine import Engine
+from batchrun.engine.engine import Engine, sample_seed
 from batchrun.engine.layers import fuse_model
 from batchrun.engine.lora import install, name_products
 from batchrun.engine.memory import make_pool
@@ -104,6 +105,8 @@ class LLM:
     ) -> list[Completion]:
         """Complete every prompt, in order. `params` is one for all or one each.
 
+        A prompt whose parameters have n > 1 gives n completions, one after the other.
+
         A prompt that cannot run gives a completion with finish_reason "error"; the others are not touched.
         `stop_when` is as for `stream`.
         """
@@ -112,7 +115,12 @@ class LLM:
             raise ValueError(
                 f"{len(many)} prompts and {len(params)} sampling parameters: give one for all, or one each"
             )
-        order = {prompt.key if isinstance(prompt, Request) else i: i for i, prompt in enumerate(many)}
+        each = params if isinstance(params, Sequence) else [params] * len(many)
+        order: dict[Hashable, int] = {}
+        for i, (prompt, own) in enumerate(zip(many, each, strict=True)):
+            key, own = (prompt.key, prompt.params) if isinstance(prompt, Request) else (i, own)
+            for sample in _sample_keys(key, 1 if own is None else own.n):
+                order[sample] = len(order)
         return sorted(self.stream(many, params, stop_when=stop_when), key=lambda completion: order[completion.key])
 
     def chat(
@@ -215,10 +223,12 @@ class LLM:
 
         Prompts, and `params` if there is one each, are taken as there is room, at most twice `max_num_seqs` ahead of
         the completions, so an endless iterable is fine. The key of a completion is the prompt's number, or that of its
-        Request. `stop_when` is asked about each row's text whenever it has grown, and ends the row when it says yes
-        (finish_reason "stop", stop_reason "stop_when"). A caller that stops listening aborts what is under way.
+        Request; with n > 1 it is (that, number of the sample). `stop_when` is asked about each row's text whenever it
+        has grown, and ends the row when it says yes (finish_reason "stop", stop_reason "stop_when"). A caller that
+        stops listening aborts what is under way.
         """
-        return self._stream(deltas, stop_when).run(map(self._requester(params), _many(prompts)))
+        requests = map(self._requester(params), _many(prompts))
+        return self._stream(deltas, stop_when).run(itertools.chain.from_iterable(map(_samples, requests)))
 
     @overload
     def astream(
@@ -255,11 +265,13 @@ class LLM:
         async def requests() -> AsyncIterator[Request]:
             if isinstance(prompts, AsyncIterable):
                 async for prompt in prompts:
-                    yield make(prompt)
+                    for request in _samples(make(prompt)):
+                        yield request
             else:
                 for prompt in _many(prompts):
-                    yield make(prompt)
-                    await asyncio.sleep(0)  # others have their turn while the window fills
+                    for request in _samples(make(prompt)):
+                        yield request
+                        await asyncio.sleep(0)  # others have their turn while the window fills
 
         return self._stream(deltas, stop_when).run_async(requests())
 
@@ -440,6 +452,22 @@ def _split_options(
     chosen[0].setdefault("path", model)
     made = [section(**given) for section, given in zip(sections, chosen, strict=True)]
     return made[0], made[1], made[2] if reading else None
+
+
+def _samples(request: Request) -> Iterator[Request]:
+    """A request for each of the n samples; the first has the seed of the whole."""
+    params = request.params
+    for number, key in enumerate(_sample_keys(request.key, params.n)):
+        seed = None if params.seed is None else sample_seed(params.seed, number)
+        yield (
+            request
+            if params.n == 1
+            else dataclasses.replace(request, key=key, params=dataclasses.replace(params, n=1, seed=seed))
+        )
+
+
+def _sample_keys(key: Hashable, n: int) -> list[Hashable]:
+    return [key] if n == 1 else [(key, number) for number in range(n)]
 
 
 def _text(prompt: Any) -> str | None:

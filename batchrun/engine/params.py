@@ -50,6 +50,7 @@ class SamplingParams:
     logprobs: int | None = None  # None: none; 0: of the generated tokens alone
     prompt_logprobs: int | None = None  # the same of the prompt's tokens
     adapter: str | None = None  # one of model.adapters; None: the base model
+    n: int = 1  # samples of a prompt: `LLM` makes a request of each, and a request asks for one
 
     def __post_init__(self) -> None:
         for name in ("stop", "bad_words"):
@@ -72,6 +73,8 @@ class SamplingParams:
                 raise ValueError(f"{name}={value} {problem}")
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
+        if self.n > 1 and self.temperature == 0:
+            raise ValueError(f"n={self.n} samples of a greedy prompt are all the same: set temperature above 0, or n=1")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed} must fit into 64 bits with a sign")
 
@@ -84,7 +87,7 @@ def sampling_params(
     return SamplingParams(**settings, seed=seed, structured_outputs=form, reasoning=reasoning)
 
 
-_SETTINGS = ({f.name for f in fields(SamplingParams)} & {f.name for f in fields(SamplingConfig)}) - {"seed"}
+_SETTINGS = ({f.name for f in fields(SamplingParams)} & {f.name for f in fields(SamplingConfig)}) - {"seed", "n"}
 
 
 def _pairs(bias: Any) -> tuple[tuple[int | str, float], ...]:

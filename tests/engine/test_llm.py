@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from itertools import count, islice
 from pathlib import Path
@@ -56,6 +57,24 @@ def test_completions_come_in_the_order_of_the_prompts(llm: LLM) -> None:
     assert [completion.key for completion in done] == list(range(6))
     assert [len(completion.token_ids) for completion in done] == [12, 10, 8, 6, 4, 2]
     assert_idle(engine_of(llm))
+
+
+def test_samples_of_a_prompt_come_one_after_the_other(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=8, temperature=1.5, seed=7, ignore_eos=True)
+    three, one = llm.generate([[5, 6, 7], [8, 9]], dataclasses.replace(params, n=3)), llm.generate([[5, 6, 7]], params)
+    assert [c.key for c in three] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    assert three[0].token_ids == one[0].token_ids
+    assert len({tuple(c.token_ids) for c in three[:3]}) == 3
+    again = llm.generate([[5, 6, 7]], dataclasses.replace(params, n=2))
+    assert [c.token_ids for c in again] == [c.token_ids for c in three[:2]]
+    assert_idle(engine_of(llm))
+
+
+def test_samples_of_a_greedy_prompt_are_refused(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="n=2 samples of a greedy prompt"):
+        SamplingParams(n=2)
+    with pytest.raises(ValueError, match="a request asks for one sample"):
+        engine_of(llm).add(Request(0, [5], SamplingParams(n=2, temperature=1.0)))
 
 
 def test_no_prompts_give_no_completions(llm: LLM) -> None:
