@@ -7,6 +7,7 @@ those of a step are computed in a thread while the model runs, and are there whe
 from __future__ import annotations
 
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,9 +26,10 @@ REMEMBERED_GRAMMARS = 1024
 class Constraint:
     """What one row has said of its form, and what it may still say."""
 
-    def __init__(self, matcher: LLMatcher, fast_forward: bool) -> None:
+    def __init__(self, matcher: LLMatcher, fast_forward: bool, lock: threading.Lock) -> None:
         self.matcher = matcher
         self._fast_forward = fast_forward
+        self._lock = lock
 
     @property
     def complete(self) -> bool:
@@ -41,15 +43,17 @@ class Constraint:
 
     def take(self, token: int) -> None:
         """The row has this token next. One that the form does not allow is an `error`."""
-        self.matcher.consume_token(token)
+        with self._lock:
+            self.matcher.consume_token(token)
 
     def forced(self, limit: int) -> list[int]:
         """Up to `limit` tokens that must come now; the row has them next."""
         if not self._fast_forward or limit <= 0:
             return []
-        tokens = self.matcher.compute_ff_tokens()[:limit]
-        if tokens:
-            self.matcher.consume_tokens(tokens)
+        with self._lock:
+            tokens = self.matcher.compute_ff_tokens()[:limit]
+            if tokens:
+                self.matcher.consume_tokens(tokens)
         return tokens
 
     def opening(self, limit: int) -> list[int]:
@@ -95,6 +99,7 @@ class Constraints:
         self._executor: LLExecutor | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._matchers: OrderedDict[StructuredOutputs, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()  # a matcher that is used in one thread refuses another with an exception
 
     def open(self, form: StructuredOutputs, fast_forward: bool = True) -> Constraint:
         """The constraint of a new row. Raises ValueError for a form that cannot be used, or a tokenizer."""
@@ -108,7 +113,7 @@ class Constraints:
                 self._matchers.popitem(last=False)
         else:
             self._matchers.move_to_end(form)
-        return Constraint(matcher.deep_copy(), form.fast_forward and fast_forward)
+        return Constraint(matcher.deep_copy(), form.fast_forward and fast_forward, self._lock)
 
     def begin(self, rows: np.ndarray, constraints: Sequence[Constraint]) -> Masks:
         """Start to compute the masks of the rows `rows` (int64 [n]) among those that a step samples.
@@ -125,7 +130,8 @@ class Constraints:
         assert self._executor is not None
         allowed = np.zeros((len(matchers), -(-self._words.vocab_size // 32)), dtype=np.int32)
         places = [(matcher, i) for i, matcher in enumerate(matchers)]
-        self._executor.unsafe_compute_mask_ptr(places, allowed.ctypes.data, allowed.shape[1] * 4, len(matchers))
+        with self._lock:
+            self._executor.unsafe_compute_mask_ptr(places, allowed.ctypes.data, allowed.shape[1] * 4, len(matchers))
         return np.invert(allowed, out=allowed).view(np.uint8)
 
     def _prepared_tokenizer(self) -> LLTokenizer:
