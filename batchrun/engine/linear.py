@@ -51,7 +51,7 @@ class PackedLinear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., in]; `add` [..., out] is added before the result is rounded."""
-        if x.dim() == 2 and len(x) <= self.own_rows:
+        if x.dim() == 2 and self._takes(x):
             return self._own(x, add, product.NONE)
         if not self.packed:
             y = F.linear(x, self.weight, self.bias)
@@ -62,14 +62,18 @@ class PackedLinear(torch.nn.Module):
 
     def gated(self, x: torch.Tensor, kind: int) -> torch.Tensor | None:
         """act(gates) * ups [M, out / 2], the first half of the features being gates; None if it must be done apart."""
-        if len(x) > self.own_rows or self.out_features % (2 * product.PANEL):
+        if not self._takes(x) or self.out_features % (2 * product.PANEL):
             return None
         return self._own(x, None, kind)
+
+    def _takes(self, x: torch.Tensor) -> bool:
+        # Beside torch's threads, which spin, a team of our own was slower than one thread.
+        return len(x) <= self.own_rows and torch.get_num_threads() == 1
 
     def _own(self, x: torch.Tensor, add: torch.Tensor | None, kind: int) -> torch.Tensor:
         features = self.out_features if kind == product.NONE else self.out_features // 2
         out = x.new_empty(len(x), features)
-        crew = team(torch.get_num_threads())
+        crew = team(1)
         product.product(
             crew.control,
             crew.threads,
@@ -102,7 +106,7 @@ class PackedHead(PackedLinear):
 
     def forward(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
         rows = x.reshape(-1, self.in_features)
-        if len(rows) <= self.own_rows:
+        if self._takes(rows):
             return super().forward(rows).view(*x.shape[:-1], self.out_features)
         out = x.new_empty(len(rows), self.out_features)
         for start in range(0, len(rows), HEAD_ROWS):

@@ -20,7 +20,6 @@ from batchrun.engine.kv_layout import KvLayout
 from batchrun.engine.lora import merge
 from batchrun.engine.support import UnsupportedModel, is_vision_language
 from batchrun.errors import ConfigError
-from batchrun_kernels.cpu.team import team
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +48,6 @@ class PagedModel:
         backend = self.backend
         assert backend is not None
         backend.begin(batch)
-        if self.device.type == "cpu":
-            team(torch.get_num_threads()).wake()
         self._adapters = batch.adapters
         attention = hook.forward_context(lambda call, q, k, v, _: backend.attend(call, q, k, v))
         with attention, adapted(batch.adapters, self.device):

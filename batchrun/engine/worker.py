@@ -22,7 +22,7 @@ from batchrun.engine.pooler import Pooler
 from batchrun.errors import BatchrunError
 
 SMALL_MODEL_BYTES = 2**31
-ROWS_PER_WORKER = 64
+ROWS_PER_WORKER = 48
 
 
 class Answer(NamedTuple):
