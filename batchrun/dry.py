@@ -178,9 +178,9 @@ def _print_time(job: Job, sample: Sample) -> None:
     dtype = choose_dtype(config.model.dtype, job.checkpoint, device)
     parameters, rate = count_parameters(job.checkpoint, job.task.purpose), matmul_rate(dtype, device)
     prompts = int(sample.mean * job.plan.rows)
-    generates = job.task.pooler is None
-    computed = int(prompts * (1 - sample.shared)) if generates and config.engine.prefix_caching else prompts
-    most = config.sampling.max_tokens * job.plan.results if generates else 0
+    caches, generates = job.task.pooler is None and config.engine.prefix_caching, job.task.max_tokens > 0
+    computed = int(prompts * (1 - sample.shared)) if caches else prompts
+    most = job.task.max_tokens * job.plan.results
     least, longest = (2 * parameters * tokens / rate for tokens in (computed, computed + most))
     answers = f"; at most {most:,} to generate" if generates else ""
     print(f"{'tokens':<12}about {prompts:,} in prompts, {computed:,} of them to compute{answers}")

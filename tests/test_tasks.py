@@ -277,3 +277,4 @@ def test_a_preview_shows_what_is_scored(tiny: Path, tmp_path: Path, capsys: pyte
     assert lines[1:3] == ["w5 w6", "-> 'w6 w5': 2 tokens to score"]
     assert lines[-1] == "-> and 2 more"
     assert plan(config) == 0
+    assert "to generate" not in capsys.readouterr().out
