@@ -11,12 +11,13 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from batchrun_kernels.cpu.scalar import larger, narrow, widen
+from batchrun_kernels.cpu.tile import processor_has
 
 Array = np.ndarray
 
@@ -28,12 +29,12 @@ ROWS = 6  # rows at once: 24 vectors of sums stay in the 32 registers
 
 def has_vnni() -> bool:
     """Whether the processor has 512-bit vectors with the instruction that `multiply` is made of."""
-    return bool(binding.get_host_cpu_features().get("avx512vnni"))
+    return processor_has("avx512vnni")
 
 
 def has_matrix_unit() -> bool:
     """Whether the processor has AMX for int8, which is far faster than vectors from some rows on."""
-    return bool(binding.get_host_cpu_features().get("amx-int8"))
+    return processor_has("amx-int8")
 
 
 def pack(weight: Array, multiple: int = DEPTH) -> Array:
