@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 from batchrun_kernels.cpu import product
-from batchrun_kernels.cpu.team import team
 
 PACK_ROWS = 256  # the batch size that the packed layout is chosen for
 HEAD_ROWS = 128  # rows of the LM head at once: more, and the logits leave the cache
@@ -67,19 +66,15 @@ class PackedLinear(torch.nn.Module):
         return self._own(x, None, kind)
 
     def _takes(self, x: torch.Tensor) -> bool:
-        # Beside torch's threads, which spin, a team of our own was slower than one thread.
+        # The kernel computes in one thread: where torch has more, oneDNN has them all.
         return len(x) <= self.own_rows and torch.get_num_threads() == 1
 
     def _own(self, x: torch.Tensor, add: torch.Tensor | None, kind: int) -> torch.Tensor:
         features = self.out_features if kind == product.NONE else self.out_features // 2
         out = x.new_empty(len(x), features)
-        crew = team(1)
         product.product(
-            crew.control,
-            crew.threads,
-            product.PIECE,
             x.data_ptr(),
-            x.stride(0) * x.element_size(),
+            x.stride(0),
             len(x),
             self.in_features,
             torch.ops.mkldnn.data_ptr(self.weight),

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 
 from batchrun.engine.linear import PackedHead, PackedLinear
 from batchrun_kernels.cpu import product
-from batchrun_kernels.cpu.team import Team
 
 ROUNDING = 2**-8  # of bfloat16, relative to the largest result
 
@@ -79,23 +78,3 @@ def test_a_shape_that_is_padded_is_left_to_the_library(features: int, depth: int
     linear = packed(w)
     assert linear.own_rows < 1
     assert_close(linear(x), x.double() @ w.double().T)
-
-
-@needs_bfloat16
-@pytest.mark.parametrize("threads", [2, 3])
-def test_a_team_does_each_piece_once(threads: int) -> None:
-    """Hundreds of calls back to back, with followers that sleep, spin and come late."""
-    crew = Team(threads)
-    linear = packed(random(1024, 96))
-    x = random(5, 96)
-    expected = linear._own(x, None, product.NONE)
-    for call in range(300):
-        if call % 7 == 0:
-            crew.wake()
-        out = torch.full_like(expected, float("nan"))
-        product.product(
-            crew.control, threads, product.PIECE, x.data_ptr(), x.stride(0) * 2, 5, 96,
-            torch.ops.mkldnn.data_ptr(linear.weight), 0, 0, out.data_ptr(), 1024, product.NONE,
-        )  # fmt: skip
-        assert torch.equal(out, expected)
-    crew.close()

@@ -1,4 +1,5 @@
-"""Products of a few rows with a packed panel, whose sums stay in registers: the inner loops of paged attention.
+"""Products of a few rows with a packed panel, whose sums stay in registers: the inner loops of paged attention and of
+the products with packed weights.
 
 A panel [pairs, columns, P] holds P elements of the inner dimension side by side: 2 in half precision, 1 in float32, so
 that one broadcast of P elements of a row meets 16 columns at once. On processors with AVX512-BF16 a pair of bfloat16
@@ -39,6 +40,7 @@ class BFloat(ir.Type):
 
 
 PAIRS = ir.VectorType(BFloat(), 2 * LANES)
+Steps = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]
 
 
 def processor_has(feature: str) -> bool:
@@ -74,7 +76,7 @@ def score_rows(context, sizes, q, q_at, k, k_at, out, out_at, out_stride, rows):
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _, query, q_at, keys, k_at, target, o_at, o_stride, _ = _pointers(context, builder, signature, arguments)
         limit = ir.Constant(I64, pairs)
-        step = _steps(builder, q.dtype, k.dtype)
+        step = element_steps(builder, q.dtype, k.dtype)
         for first in range(0, lanes // LANES, PANEL_LANES):
             columns = range(first, min(first + PANEL_LANES, lanes // LANES))
 
@@ -82,16 +84,16 @@ def score_rows(context, sizes, q, q_at, k, k_at, out, out_at, out_stride, rows):
                 return ir.Constant(FLOATS, [0.0] * LANES)
 
             def x_at(row: int, index: Any) -> Any:
-                return _plus(builder, builder.add(q_at, builder.mul(index, _word(inner))), row * pairs * inner)
+                return _plus(builder, builder.add(q_at, builder.mul(index, word(inner))), row * pairs * inner)
 
             def w_at(column: int, index: Any) -> Any:
-                place = builder.add(k_at, builder.mul(index, _word(lanes * inner)))
+                place = builder.add(k_at, builder.mul(index, word(lanes * inner)))
                 return _plus(builder, place, column * LANES * inner)
 
-            sums = _loop(builder, limit, range(count), columns, start, (query, x_at), (keys, w_at), step)
+            sums = inner_products(builder, limit, range(count), columns, start, (query, x_at), (keys, w_at), step)
             for (row, column), total in sums.items():
-                place = builder.add(o_at, builder.mul(o_stride, _word(row)))
-                _store(builder, target, _plus(builder, place, column * LANES), total)
+                place = builder.add(o_at, builder.mul(o_stride, word(row)))
+                store(builder, target, _plus(builder, place, column * LANES), total)
         return context.get_dummy_value()
 
     return types.void(sizes, q, types.intp, k, types.intp, out, types.intp, types.intp, rows), generate
@@ -109,31 +111,31 @@ def add_values(context, sizes, p, p_at, p_stride, v, v_at, out, shrink, rows):
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _, weights, p_at, p_stride, values, v_at, target, factor, _ = _pointers(context, builder, signature, arguments)
         limit = ir.Constant(I64, slots // inner)
-        step = _steps(builder, p.dtype, v.dtype)
+        step = element_steps(builder, p.dtype, v.dtype)
         for first in range(0, width // LANES, PANEL_LANES):
             columns = range(first, min(first + PANEL_LANES, width // LANES))
 
             def start(row: int, column: int) -> Any:
-                by = _splat(builder, builder.load(builder.gep(factor, [_word(row)])), FLOATS)
-                return builder.fmul(_load(builder, target, _word(row * width + column * LANES), FLOATS), by)
+                by = _splat(builder, builder.load(builder.gep(factor, [word(row)])), FLOATS)
+                return builder.fmul(_load(builder, target, word(row * width + column * LANES), FLOATS), by)
 
             def x_at(row: int, index: Any) -> Any:
-                place = builder.add(p_at, builder.mul(p_stride, _word(row)))
-                return builder.add(place, builder.mul(index, _word(inner)))
+                place = builder.add(p_at, builder.mul(p_stride, word(row)))
+                return builder.add(place, builder.mul(index, word(inner)))
 
             def w_at(column: int, index: Any) -> Any:
-                place = builder.add(v_at, builder.mul(index, _word(width * inner)))
+                place = builder.add(v_at, builder.mul(index, word(width * inner)))
                 return _plus(builder, place, column * LANES * inner)
 
-            sums = _loop(builder, limit, range(count), columns, start, (weights, x_at), (values, w_at), step)
+            sums = inner_products(builder, limit, range(count), columns, start, (weights, x_at), (values, w_at), step)
             for (row, column), total in sums.items():
-                _store(builder, target, _word(row * width + column * LANES), total)
+                store(builder, target, word(row * width + column * LANES), total)
         return context.get_dummy_value()
 
     return types.void(sizes, p, types.intp, types.intp, v, types.intp, out, shrink, rows), generate
 
 
-def _loop(
+def inner_products(
     builder: Any,
     limit: Any,
     rows: range,
@@ -141,26 +143,32 @@ def _loop(
     start: Callable[[int, int], Any],
     x: tuple[Any, Callable[[int, Any], Any]],
     w: tuple[Any, Callable[[int, Any], Any]],
-    step: tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]],
+    step: Steps,
+    meanwhile: Callable[[Any], None] | None = None,
 ) -> dict[tuple[int, int], Any]:
-    """sums[row, column] over index < limit of x[row, index] * w[index, column], from `start` on."""
+    """sums[row, column] over index < limit of x[row, index] * w[index, column], from `start` on.
+
+    `meanwhile` emits what else is done at each index.
+    """
     load_x, load_w, add = step
     firsts = {(row, column): start(row, column) for row in rows for column in columns}
     before, loop, after = builder.block, builder.append_basic_block("inner"), builder.append_basic_block("done")
     builder.branch(loop)
     builder.position_at_end(loop)
     index = builder.phi(I64)
-    index.add_incoming(_word(0), before)
+    index.add_incoming(word(0), before)
     sums = {place: builder.phi(FLOATS) for place in firsts}
     for place, total in sums.items():
         total.add_incoming(firsts[place], before)
     lines = {column: load_w(w[0], w[1](column, index)) for column in columns}
+    if meanwhile is not None:
+        meanwhile(index)
     results = {}
     for row in rows:
         value = load_x(x[0], x[1](row, index))
         for column in columns:
             results[row, column] = add(sums[row, column], value, lines[column])
-    following = builder.add(index, _word(1))
+    following = builder.add(index, word(1))
     index.add_incoming(following, loop)
     for place, total in sums.items():
         total.add_incoming(results[place], loop)
@@ -169,7 +177,9 @@ def _loop(
     return results
 
 
-def _steps(builder: Any, element: Any, panel: Any) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+def element_steps(
+    builder: Any, element: Any, panel: Any
+) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
     """(broadcast of a row's elements, load of a panel's, sum + product) for the element types of rows and panel."""
     small = panel == types.int8
     if element == types.float32:
@@ -179,7 +189,7 @@ def _steps(builder: Any, element: Any, panel: Any) -> tuple[Callable[..., Any], 
             lambda total, a, b: _fma(builder, a, b, total),
         )
 
-    def word(base: Any, at: Any) -> Any:
+    def both(base: Any, at: Any) -> Any:
         pointer = builder.bitcast(builder.gep(base, [at]), I32.as_pointer())
         return _splat(builder, builder.load(pointer, align=2), WORDS)
 
@@ -196,12 +206,12 @@ def _steps(builder: Any, element: Any, panel: Any) -> tuple[Callable[..., Any], 
             return builder.bitcast(builder.or_(low, second), PAIRS)
 
         return (
-            lambda base, at: builder.bitcast(word(base, at), PAIRS),
+            lambda base, at: builder.bitcast(both(base, at), PAIRS),
             pairs,
             lambda total, a, b: builder.call(dot, [total, a, b]),
         )
     return (
-        lambda base, at: _halves(builder, word(base, at), element),
+        lambda base, at: _halves(builder, both(base, at), element),
         lambda base, at: (
             _bytes(builder, base, at, 2) if small else _halves(builder, _load(builder, base, at, WORDS), element)
         ),
@@ -244,12 +254,12 @@ def _pointers(context: Any, builder: Any, signature: Any, arguments: Any) -> lis
     ]
 
 
-def _word(value: int) -> ir.Constant:
+def word(value: int) -> ir.Constant:
     return ir.Constant(I64, value)
 
 
 def _plus(builder: Any, value: Any, offset: int) -> Any:
-    return builder.add(value, _word(offset)) if offset else value
+    return builder.add(value, word(offset)) if offset else value
 
 
 def _splat(builder: Any, value: Any, kind: Any) -> Any:
@@ -261,7 +271,7 @@ def _load(builder: Any, base: Any, at: Any, kind: Any) -> Any:
     return builder.load(builder.bitcast(builder.gep(base, [at]), kind.as_pointer()), align=1)
 
 
-def _store(builder: Any, base: Any, at: Any, value: Any) -> None:
+def store(builder: Any, base: Any, at: Any, value: Any) -> None:
     builder.store(value, builder.bitcast(builder.gep(base, [at]), value.type.as_pointer()), align=4)
 
 
