@@ -12,7 +12,7 @@ from batchrun.engine.deltas import Piece
 from batchrun.engine.encoder_model import EncoderModel
 from batchrun.engine.engine import StepStats
 from batchrun.engine.length_window import LengthWindow
-from batchrun.engine.params import Completion, Request
+from batchrun.engine.params import Completion, Request, foreign_token, refusal
 from batchrun.errors import ErrorType
 
 WINDOW = 8  # texts that wait for each that a step may take: the more, the more of them have one length
@@ -43,8 +43,8 @@ class Encoder:
     def add(self, request: Request) -> None:
         """Queue a request. One that can never run comes back from the next step with finish_reason "error"."""
         ids = np.asarray(request.prompt_ids, dtype=np.int64)
-        if refusal := self._refuse(request, ids):
-            self._refused.append(refusal)
+        if refused := self._refuse(request, ids):
+            self._refused.append(refused)
             return
         self._texts[request.key] = _Text(request, ids, time.perf_counter())
         self.window.add(request.key, len(ids))
@@ -115,14 +115,13 @@ class Encoder:
             kind, why = "empty_prompt", "the text has no tokens"
         elif len(ids) > self.max_length:
             kind, why = "prompt_too_long", f"the text has {len(ids)} tokens; at most {self.max_length} fit"
-        elif (outside := (ids < 0) | (ids >= self.model.vocab_size)).any():
-            kind = "invalid_row"
-            why = f"token {ids[outside][0]} is not one of the model's: its ids go from 0 to {self.model.vocab_size - 1}"
+        elif (wrong := foreign_token(ids, self.model.vocab_size)) is not None:
+            kind, why = "invalid_row", wrong
         elif request.key in self._texts:
             raise ValueError(f"request key {request.key!r} is already in the engine")
         else:
             return None
-        return Completion(request.key, "", [], "error", error_type=kind, error=why, prompt_tokens=len(ids))
+        return refusal(request, kind, why)
 
     def _note_step(self, lengths: np.ndarray, seconds: float) -> None:
         tokens = int(lengths.sum())

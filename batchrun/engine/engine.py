@@ -20,7 +20,7 @@ from batchrun.engine.likelihoods import score_step
 from batchrun.engine.logits import edit_logits, without_choice
 from batchrun.engine.logprobs import LogprobRecord, StepLogprobs
 from batchrun.engine.model import PagedModel
-from batchrun.engine.params import Completion, Request, SamplingParams
+from batchrun.engine.params import Completion, Request, SamplingParams, foreign_token, refusal
 from batchrun.engine.sampler import sample
 from batchrun.engine.scheduler import Scheduler
 from batchrun.engine.sequence import Sequence
@@ -91,9 +91,8 @@ class Engine:
             raise ValueError(f"n={request.params.n}: a request asks for one sample; make one of each, or ask LLM")
         self._num_added += 1
         given = np.asarray(request.prompt_ids, dtype=np.int64)
-        refusal = self._refuse(request, given)
-        if refusal:
-            self._refused.append(refusal)
+        if refused := self._refuse(request, given):
+            self._refused.append(refused)
             return
         params, caching = request.params, self.pool.prefix_caching
         scoring = open_scoring(request, given, self.model.vocab_size)
@@ -107,7 +106,7 @@ class Engine:
             # The form is that of the answer: it says nothing of what comes before.
             constraint, opening = self._constrain(params, max_total - len(given) if thinking is None else 0)
         except ValueError as error:
-            self._refused.append(_refusal(request, "constraint_error", str(error)))
+            self._refused.append(refusal(request, "constraint_error", str(error)))
             return
         adapter = 0 if params.adapter is None else self.adapters[params.adapter]
         path = scoring.current.path if scoring is not None and request.continuations else ()
@@ -388,7 +387,7 @@ class Engine:
             f"no token is possible after {done}: what its allowed_token_ids, bad_words, min_tokens and other "
             "constraints leave has nothing in common"
         )
-        return _refusal(sequence.request, "constraint_error", why)
+        return refusal(sequence.request, "constraint_error", why)
 
     def _finish_scored(self, slot: int) -> Completion:
         sequence, now = self.scheduler.finish(slot), time.perf_counter()
@@ -427,10 +426,8 @@ class Engine:
             what = f"{follow} to score" if request.continuations else "one generated token"
             kind = "prompt_too_long"
             why = f"the prompt has {len(ids)} tokens; with {what} at most {limit} fit"
-        elif (outside := (given < 0) | (given >= self.model.vocab_size)).any():
-            kind = "invalid_row"
-            first = given[outside][0]
-            why = f"token {first} is not one of the model's: its ids go from 0 to {self.model.vocab_size - 1}"
+        elif (wrong := foreign_token(given, self.model.vocab_size)) is not None:
+            kind, why = "invalid_row", wrong
         elif request.key in self._sequences:
             raise ValueError(f"request key {request.key!r} is already in the engine")
         elif request.params.adapter not in (None, *self.adapters):
@@ -440,7 +437,7 @@ class Engine:
             kind, why = "invalid_row", wrong
         else:
             return None
-        return _refusal(request, kind, why)
+        return refusal(request, kind, why)
 
     def _wrong_rules(self, request: Request) -> str | None:
         try:
@@ -476,10 +473,6 @@ class Engine:
         constraint = self._sequence(slot).constraint
         assert constraint is not None
         return constraint
-
-
-def _refusal(request: Request, kind: ErrorType, why: str) -> Completion:
-    return Completion(request.key, "", [], "error", error_type=kind, error=why, prompt_tokens=len(request.prompt_ids))
 
 
 def row_seed(seed: int, *identity: object) -> int:

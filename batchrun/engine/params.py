@@ -183,3 +183,16 @@ class Delta:
     def finish_reason(self) -> str | None:
         """The completion's, on the last delta."""
         return self.completion.finish_reason if self.completion else None
+
+
+def refusal(request: Request, kind: ErrorType, why: str) -> Completion:
+    """What comes of a request that can never run."""
+    return Completion(request.key, "", [], "error", error_type=kind, error=why, prompt_tokens=len(request.prompt_ids))
+
+
+def foreign_token(ids: np.ndarray, vocab_size: int) -> str | None:
+    """What is wrong with ids (int64 [n]) that hold one the model does not have; None if they do not."""
+    outside = (ids < 0) | (ids >= vocab_size)
+    if not outside.any():
+        return None
+    return f"token {ids[outside][0]} is not one of the model's: its ids go from 0 to {vocab_size - 1}"
