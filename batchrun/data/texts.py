@@ -107,21 +107,11 @@ class TextWindow(Window):
         if self.truncates and special_tokens:
             tokenizer.truncation_side = config.overlong.removeprefix("truncate_")
 
-    def tokenize(self, prompts: list[Prompt]) -> None:
-        if not self.special_tokens:
-            super().tokenize(prompts)
-            return
-        try:
-            self._encode(prompts)
-        except Exception as error:
-            if len(prompts) == 1:
-                prompts[0].error_type, prompts[0].error = "invalid_row", f"the tokenizer refuses the text: {error}"
-                return
-            for prompt in prompts:
-                self.tokenize([prompt])
-
     def _encode(self, prompts: list[Prompt], **options: Any) -> None:
         """Fill in `ids`, and `type_ids` of pairs."""
+        if not self.special_tokens:
+            super()._encode(prompts)
+            return
         if not prompts:
             return
         texts = [str(prompt.text) for prompt in prompts]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -13,6 +14,15 @@ def leading_specials(tokenizer: Any) -> list[int]:
         if full[length : length + len(plain)] == plain:
             return list(full[:length])
     return []
+
+
+def plain_ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of each text, without what the tokenizer adds of its own accord."""
+    if not texts:
+        return []
+    encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+    ids: list[list[int]] = encoded["input_ids"]
+    return ids
 
 
 def with_leading(ids: list[int], leading: list[int]) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from batchrun.config import PromptConfig
 from batchrun.data.prompt import Draft, Prompt, RowError
-from batchrun.data.tokens import leading_specials, with_leading
+from batchrun.data.tokens import leading_specials, plain_ids, with_leading
 from batchrun.data.truncation import cut_ids, cut_text
 from batchrun.data.values import clean_text
 from batchrun.errors import InputError
@@ -38,8 +38,7 @@ class Window:
     def tokenize(self, prompts: list[Prompt]) -> None:
         """Fill in `ids` of prompts with text: all in one call, or one by one to find the row that cannot be."""
         try:
-            for prompt, ids in zip(prompts, self._ids([str(prompt.text) for prompt in prompts]), strict=True):
-                prompt.ids = with_leading(ids, self.leading)
+            self._encode(prompts)
         except Exception as error:
             if len(prompts) == 1:
                 prompts[0].error_type, prompts[0].error = "invalid_row", f"the tokenizer refuses the text: {error}"
@@ -47,12 +46,9 @@ class Window:
             for prompt in prompts:
                 self.tokenize([prompt])
 
-    def _ids(self, texts: list[str]) -> list[list[int]]:
-        if not texts:
-            return []
-        encoded = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-        ids: list[list[int]] = encoded["input_ids"]
-        return ids
+    def _encode(self, prompts: list[Prompt]) -> None:
+        for prompt, ids in zip(prompts, plain_ids(self.tokenizer, [str(p.text) for p in prompts]), strict=True):
+            prompt.ids = with_leading(ids, self.leading)
 
     def fit(self, draft: Draft) -> None:
         """Cut the prompt or note why it cannot be sent, if it has no tokens or too many."""
@@ -104,4 +100,4 @@ class Window:
 
     def _whole(self, render: Callable[[str], str], body: str) -> tuple[str, list[int]]:
         text = render(body)
-        return text, with_leading(self._ids([text])[0], self.leading)
+        return text, with_leading(plain_ids(self.tokenizer, [text])[0], self.leading)
