@@ -14,13 +14,14 @@ from typing import Any
 
 import pyarrow as pa
 
+from batchrun.border import tokens_after
 from batchrun.config import ChooseConfig, PromptConfig
 from batchrun.data.chat import reason
 from batchrun.data.messages import is_list, is_text, storage_type
 from batchrun.data.prompt import Draft, Prompt, RowError
 from batchrun.data.schemas import column_list
 from batchrun.data.templates import Template
-from batchrun.data.tokens import with_leading
+from batchrun.data.tokens import plain_ids, with_leading
 from batchrun.data.values import clean_text
 from batchrun.errors import ConfigError, InputError
 
@@ -127,7 +128,9 @@ class Joiner:
         for prompt in good:
             if prompt.text is not None:
                 pairs = [(next(both), alone) for alone in prompt.continuations]
-                prompt.continuations = tuple(self._after(prompt.ids, *pair) for pair in pairs)
+                prompt.continuations = tuple(
+                    tokens_after(prompt.ids, with_leading(list(whole), self.leading), alone) for whole, alone in pairs
+                )
             longest = max(map(len, prompt.continuations))
             if not all(prompt.continuations):
                 prompt.error_type, prompt.error = "empty_prompt", "a continuation has no tokens"
@@ -138,13 +141,5 @@ class Joiner:
                     f"model.max_model_len={self.max_model_len}"
                 )
 
-    def _after(self, prompt: list[int], both: Tokens, alone: Tokens) -> Tokens:
-        whole = with_leading(list(both), self.leading)
-        same = whole[: len(prompt)] == prompt and len(whole) > len(prompt)
-        return tuple(whole[len(prompt) :]) if same else alone
-
     def _ids(self, texts: list[str]) -> list[Tokens]:
-        if not texts:
-            return []
-        encoded = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-        return list(map(tuple, encoded["input_ids"]))
+        return list(map(tuple, plain_ids(self.tokenizer, texts)))

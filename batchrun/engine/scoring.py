@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from batchrun.border import tokens_after
 from batchrun.engine.params import Completion, Likelihood, Request
 
 Asked = tuple[list[int], tuple[tuple[int, ...], ...]]  # a prompt's tokens, and those of what may follow it
@@ -89,10 +90,7 @@ def following(tokenizer: Any, text: str | None, ids: list[int], texts: Sequence[
     """Tokens of texts after a prompt with these ids: of both as one text, if the prompt is text whose tokens stay."""
     alone = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
     both = alone if text is None else tokenizer([text + follow for follow in texts])["input_ids"]
-    return tuple(
-        tuple(whole[len(ids) :]) if len(whole) > len(ids) and whole[: len(ids)] == ids else tuple(own)
-        for whole, own in zip(both, alone, strict=True)
-    )
+    return tuple(tokens_after(ids, whole, own) for whole, own in zip(both, alone, strict=True))
 
 
 def ask(stream: Callable[[Iterable[Request]], Iterable[Completion]], asked: Sequence[Asked]) -> list[list[Likelihood]]:
