@@ -13,7 +13,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
-from tests.engine.families import SHAPE, VOCABULARY, WINDOW
+from tests.engine.families import SHAPE, VOCABULARY, WINDOW, spread_weights
 
 SPECIALS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]"]
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
@@ -41,12 +41,7 @@ def make_encoder(family: str, folder: Path, classes: int = 0, **changes: Any) ->
         model: Any = transformers.T5EncoderModel(config)
     else:
         model = (AutoModelForSequenceClassification if classes else AutoModel).from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(4)
-            else:
-                parameter.add_(0.1 * torch.randn_like(parameter))
+    spread_weights(model)
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return folder

@@ -192,6 +192,7 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 ALL_FAMILIES = {**FAMILIES, **HARD_FAMILIES, **MORE_FAMILIES}
+CLEAR = 2e-5  # of the two best logits: with less between them, rounding decides and a reference proves nothing
 
 
 def make_model(family: str, folder: Path, **changes: Any) -> Path:
@@ -209,13 +210,33 @@ def build_model(family: str, attention: str = "eager", **changes: Any) -> Any:
     torch.manual_seed(1)
     config = AutoConfig.for_model(family, **{**SHAPE, **ALL_FAMILIES.get(family, {}), **changes})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(4)
-            else:
-                parameter.add_(0.1 * torch.randn_like(parameter))
+    spread_weights(model)
     return model
+
+
+@torch.no_grad()
+def spread_weights(model: Any) -> None:
+    """Make the weights of a new model wide, and its norms and biases other than one and zero."""
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.mul_(4)
+        else:
+            parameter.add_(0.1 * torch.randn_like(parameter))
+
+
+@torch.inference_mode()
+def generate(model: Any, prompt: list[int], max_tokens: int) -> list[int]:
+    """What transformers generates greedily, where rounding cannot have decided it."""
+    out = model.generate(
+        torch.tensor([prompt]),
+        max_new_tokens=max_tokens,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    best = torch.cat(out.logits).topk(2).values
+    assert (best[:, 0] - best[:, 1]).min() > CLEAR, "the reference itself is undecided: choose another prompt"
+    return out.sequences[0, len(prompt) :].tolist()
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

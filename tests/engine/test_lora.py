@@ -19,14 +19,13 @@ from batchrun.engine.layers import FusedLayer
 from batchrun.engine.params import Request, SamplingParams
 from batchrun.errors import ConfigError
 from tests.engine.adapters import make_adapter, merged
-from tests.engine.families import assert_idle, engine_of, load, make_model, make_optimistic, random_prompt
+from tests.engine.families import assert_idle, engine_of, generate, load, make_model, make_optimistic, random_prompt
 
 MAX_TOKENS = 12
 SHARED = random_prompt(0, 34)
 # The last ones begin alike, and the long ones are more than the rows that a fused layer computes at once.
 PROMPTS = [random_prompt(1, 3), random_prompt(2, 130), *(SHARED + random_prompt(10 + i, 5 + i) for i in range(2))]
 NAMES = (None, "a", "b")
-CLEAR = 2e-5  # of the two best logits: with less between them, rounding decides and a reference proves nothing
 
 EVERYTHING = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # By family: the products of two adapters.
@@ -51,7 +50,7 @@ class Case:
 
     def generate(self, adapter: Path | None) -> list[list[int]]:
         model = merged(self.base, adapter)
-        return [generate(model, prompt) for prompt in PROMPTS]
+        return [generate(model, prompt, MAX_TOKENS) for prompt in PROMPTS]
 
     def load(self, **options: Any) -> Any:
         return load(self.base, adapters={name: str(path) for name, path in self.adapters.items()}, **options)
@@ -65,20 +64,6 @@ class Case:
         for (i, name), completion in zip(asked, completions, strict=True):
             assert completion.token_ids == self.expected[name][i], (i, name)
         return completions
-
-
-@torch.inference_mode()
-def generate(model: Any, prompt: list[int]) -> list[int]:
-    out = model.generate(
-        torch.tensor([prompt]),
-        max_new_tokens=MAX_TOKENS,
-        do_sample=False,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    best = torch.cat(out.logits).topk(2).values
-    assert (best[:, 0] - best[:, 1]).min() > CLEAR, "the reference itself is undecided: choose another prompt"
-    return out.sequences[0, len(prompt) :].tolist()
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from tests.engine.families import (
     HARD_FAMILIES,
     assert_idle,
     engine_of,
+    generate,
     load,
     make_model,
     make_optimistic,
@@ -32,7 +33,6 @@ SHARED = random_prompt(0, 50)
 PROMPTS = [random_prompt(length, length) for length in (1, 7, 16, 33, 65, 90)]
 PROMPTS += [SHARED + random_prompt(100 + i, length) for i, length in enumerate((1, 6, 14, 30))]
 LONGEST = max(map(len, PROMPTS)) + MAX_TOKENS
-CLEAR = 2e-5  # of the two best logits: with less between them, rounding decides and a reference proves nothing
 
 MODES: dict[str, dict[str, Any]] = {
     "alone": {"max_num_seqs": 1},
@@ -58,24 +58,10 @@ def reference(family_folder: Callable[[str], Path]) -> Reference:
             model = AutoModelForCausalLM.from_pretrained(
                 family_folder(family), dtype=torch.float32, attn_implementation="eager"
             )
-            known[family] = [generate(model, prompt) for prompt in PROMPTS]
+            known[family] = [generate(model, prompt, MAX_TOKENS) for prompt in PROMPTS]
         return known[family]
 
     return tokens
-
-
-@torch.inference_mode()
-def generate(model: Any, prompt: list[int]) -> list[int]:
-    out = model.generate(
-        torch.tensor([prompt]),
-        max_new_tokens=MAX_TOKENS,
-        do_sample=False,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    best = torch.cat(out.logits).topk(2).values
-    assert (best[:, 0] - best[:, 1]).min() > CLEAR, "the reference itself is undecided: choose another prompt"
-    return out.sequences[0, len(prompt) :].tolist()
 
 
 def load_tight(folder: Path, max_batched_tokens: int, longest: int, **options: Any) -> LLM:
@@ -151,7 +137,7 @@ def test_a_row_of_thirty_windows_holds_what_its_layers_see(
     model = AutoModelForCausalLM.from_pretrained(
         family_folder(family), dtype=torch.float32, attn_implementation="eager"
     )
-    expected = generate(model, prompt)
+    expected = generate(model, prompt, MAX_TOKENS)
     llm = load_tight(
         family_folder(family), budget, len(prompt) + MAX_TOKENS, attention=attention, block_size=block_size
     )
@@ -189,7 +175,7 @@ def test_equals_generate_with_scaled_rotary_embeddings(scaling: str, tmp_path: P
     assert llm.checkpoint.max_model_len == limit
     prompts = [prompt for prompt in PROMPTS if len(prompt) + MAX_TOKENS <= limit]
     *completions, refused = llm.generate([*prompts, random_prompt(0, limit + 1)], SamplingParams(max_tokens=MAX_TOKENS))
-    assert token_ids(completions) == [generate(model, prompt) for prompt in prompts]
+    assert token_ids(completions) == [generate(model, prompt, MAX_TOKENS) for prompt in prompts]
     assert refused.finish_reason == "error"
 
 
