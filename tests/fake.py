@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
+
 from batchrun.config import Config
-from batchrun.engine.params import Completion, Request
+from batchrun.engine.params import Completion, Likelihood, Request
 from batchrun.errors import BatchrunError
 from batchrun.signals import INTERRUPTED, Drain
 
 
 class FakeEngine:
     """Completes `batch` requests a step, the last first, each with a text that follows from its prompt, and from its
-    seed unless it is greedy.
+    seed unless it is greedy; or with likelihoods, where these are asked for.
 
     With BATCHRUN_FAKE_LOG, each completed request leaves a line there with its prompt's ids and its seed. A step takes
     BATCHRUN_FAKE_SECONDS. With BATCHRUN_FAKE_BAD, requests fail whose first id is divisible by it.
@@ -65,7 +68,7 @@ class FakeEngine:
         running, self.waiting = self.waiting[-self.batch :], self.waiting[: -self.batch]
         self.completed += len(running)
         if self._log is not None:
-            lines = (" ".join(map(str, [*request.prompt_ids, request.params.seed])) for request in running)
+            lines = (" ".join(map(str, [*request.prompt_ids, request.params.seed or 0])) for request in running)
             os.write(self._log, "".join(f"{line}\n" for line in lines).encode())
         return [self._complete(request) for request in reversed(running)]
 
@@ -73,6 +76,9 @@ class FakeEngine:
         ids = request.prompt_ids
         if self.bad_ids and ids[0] % self.bad_ids == 0:
             return failure(request)
+        if request.continuations:
+            found = likelihoods(ids, request.continuations)
+            return Completion(request.key, "", [], "stop", prompt_tokens=len(ids), likelihoods=found)
         text = answer(ids) + (f"~{request.params.seed}" if request.params.temperature else "")
         return Completion(request.key, text, [5, 1], "stop", prompt_tokens=len(ids))
 
@@ -83,6 +89,19 @@ def failure(request: Request) -> Completion:
 
 def answer(ids: Any) -> str:
     return "a" + "-".join(map(str, ids))
+
+
+def likeliest(ids: Any, count: int) -> int:
+    """Which of so many continuations of a prompt this engine finds likeliest."""
+    return sum(map(int, ids)) % count
+
+
+def likelihoods(ids: Any, continuations: Sequence[tuple[int, ...]]) -> list[Likelihood]:
+    best = likeliest(ids, len(continuations))
+    return [
+        Likelihood(np.full(len(tokens), -1.0 if number == best else -9.0), np.full(len(tokens), number == best))
+        for number, tokens in enumerate(continuations)
+    ]
 
 
 def words(number: int) -> str:

@@ -35,6 +35,7 @@ FAULTS = (
     "after_verify",
     "after_rename",
 )
+LABELS = ["w7", "w8 w9", "w10"]
 IDS = {fake.words(i): i for i in range(ROWS)}
 
 Item = tuple[int, int]  # a row, and which of its samples
@@ -56,7 +57,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Crashing:
     """One job that is started over and over, and the rows that it may make no more. All jobs make ROWS rows."""
 
-    def __init__(self, server: Any, model: Path, folder: Path, samples: int) -> None:
+    def __init__(self, server: Any, model: Path, folder: Path, task: str, samples: int) -> None:
         self.server = server
         self.samples = samples
         self.rows = ROWS // samples
@@ -72,7 +73,9 @@ class Crashing:
             report__metrics=False,
             sampling__n=samples,
             sampling__temperature=float(samples > 1),
+            choose__labels=LABELS if task == "choose" else None,
         )
+        self.config.task = task
         self.seeds = {0: 0} if samples == 1 else {self.seed(item): item[1] for item in self.items()}
         self.kills = 0
 
@@ -109,6 +112,13 @@ class Crashing:
     def seed(self, item: Item) -> int:
         return sample_seed(row_seed(0, *self.place(item[0])), item[1])
 
+    def answer(self, item: Item) -> str:
+        """What the job is to say of an item."""
+        ids = fake.words(item[0]).replace("w", "").split()
+        if self.config.task == "choose":
+            return LABELS[fake.likeliest(ids, len(LABELS))]
+        return fake.answer(ids) + (f"~{self.seed(item)}" if self.samples > 1 else "")
+
     def made(self) -> Counter[Item]:
         """What the engine completed in the last run, by how often."""
         lines = self.log.read_text().splitlines() if self.log.exists() else []
@@ -141,9 +151,8 @@ class Crashing:
         assert len({table.schema.remove_metadata() for table in tables}) == 1
         rows = [row for table in tables for row in table.to_pylist()]
         assert [(IDS[row["text"]], row.get("sample", 0)) for row in rows] == self.items()
-        answers = [fake.answer(fake.words(row).replace("w", "").split()) for row, _ in self.items()]
-        seeds = [f"~{self.seed(item)}" if self.samples > 1 else "" for item in self.items()]
-        assert [row["completion"] for row in rows] == list(map("".join, zip(answers, seeds, strict=True)))
+        column = "label" if self.config.task == "choose" else "completion"
+        assert [row[column] for row in rows] == list(map(self.answer, self.items()))
         assert [(row["source_file"], row["source_row"]) for row in rows] == [self.place(i) for i, _ in self.items()]
         leftovers = [path for path in self.output.rglob("*") if path.name.endswith(".tmp")]
         assert leftovers == []
@@ -152,16 +161,21 @@ class Crashing:
 
 
 @pytest.fixture
+def task() -> str:
+    return "generate"
+
+
+@pytest.fixture
 def samples() -> int:
     return 1
 
 
 @pytest.fixture
-def crashing(server: Any, tiny: Path, tmp_path: Path, samples: int) -> Crashing:
-    return Crashing(server, tiny, tmp_path, samples)
+def crashing(server: Any, tiny: Path, tmp_path: Path, task: str, samples: int) -> Crashing:
+    return Crashing(server, tiny, tmp_path, task, samples)
 
 
-@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize(("task", "samples"), [("generate", 1), ("generate", 3), ("choose", 1)])
 @pytest.mark.parametrize("point", FAULTS)
 def test_killed_at_each_point(crashing: Crashing, point: str) -> None:
     nth = 1
@@ -190,6 +204,11 @@ def test_killed_at_random_times(crashing: Crashing, seed: int) -> None:
     killed_at_random(crashing, seed)
 
 
+@pytest.mark.parametrize("task", ["choose"])
+def test_killed_at_random_times_while_choosing(crashing: Crashing) -> None:
+    killed_at_random(crashing, 0)
+
+
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize(("seed", "samples"), [(seed, 1 + seed % 2 * 2) for seed in range(10, 200)])
@@ -198,8 +217,11 @@ def test_killed_at_random_times_many_times(crashing: Crashing, seed: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("point", "samples"),
-    [*((point, 1) for point in FAULTS if not point.startswith("manifest")), ("journal_torn", 3), ("after_rename", 3)],
+    ("point", "task", "samples"),
+    [
+        *((point, "generate", 1) for point in FAULTS if not point.startswith("manifest")),
+        *((point, *how) for point in ("journal_torn", "after_rename") for how in (("generate", 3), ("choose", 1))),
+    ],
 )
 def test_killed_at_each_point_of_a_retry(crashing: Crashing, point: str) -> None:
     assert crashing.start(bad=3) == 0

@@ -175,6 +175,18 @@ def test_prompts_are_cut_so_that_the_longest_label_fits(tiny: Path, tmp_path: Pa
     assert [row["truncated_tokens"] for row in rows] == [0, 0, 1, 21]
 
 
+@pytest.mark.slow
+def test_two_processes_choose_what_one_does(tiny: Path, tmp_path: Path) -> None:
+    source = write(tmp_path / "in", text=texts(40))
+    for workers in ("1", "2"):
+        changes = {"choose__labels": LABELS, "engine__workers": workers, "engine__num_threads": 1}
+        assert runner.run(task("choose", tiny, source, tmp_path / workers, **changes)) == 0
+    one, two = (read(tmp_path / workers) for workers in ("1", "2"))
+    assert [row["source_row"] for row in two] == list(range(40))
+    assert [row["label"] for row in two] == [row["label"] for row in one]
+    assert [row["margin"] for row in two] == pytest.approx([row["margin"] for row in one], abs=1e-4)
+
+
 class Dies(Exception):
     pass
 

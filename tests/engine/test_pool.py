@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from batchrun.config import EngineConfig, ModelConfig
@@ -67,6 +68,22 @@ def test_answers_are_those_of_one_engine(pool: EnginePool, llama: Path) -> None:
     steps = pool.take_steps()
     assert sum(step.sampled for step in steps) == sum(len(c.token_ids) for c in expected)
     assert pool.take_steps() == []
+
+
+def test_likelihoods_are_those_of_one_engine(pool: EnginePool, llama: Path) -> None:
+    labels = ((7,), (8, 9), (8, 10, 11))
+    requests = [Request(i, prompt, continuations=labels) for i, prompt in enumerate(PROMPTS)]
+    expected = {done.key: done.likelihoods for done in load(llama).stream(requests)}
+    for request in requests:
+        pool.add(request)
+    done = finish(pool)
+    assert done.keys() == expected.keys()
+    for key, likelihoods in expected.items():
+        assert likelihoods is not None
+        mine = done[key].likelihoods
+        assert mine is not None
+        for one, other in zip(mine, likelihoods, strict=True):
+            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
 
 
 def test_rows_that_cannot_run_come_back(pool: EnginePool) -> None:
