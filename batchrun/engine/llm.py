@@ -328,7 +328,7 @@ class LLM:
         return self._driver
 
     def _stream(self, deltas: bool, stop_when: StopWhen | None) -> Stream:
-        stream = Stream(self._open(), self._window, deltas, stop_when)
+        stream = Stream(self._open(), self._window, deltas, stop_when, owner=self)
         self._streams.add(stream)
         return stream
 

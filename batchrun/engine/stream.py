@@ -29,14 +29,23 @@ class Stream:
     """What is under way for one caller, in whose thread all of this runs; only `abort` may be called from others.
 
     With `deltas`, rows come as deltas, else as completions. `stop_when` is asked about the text of each row whenever it
-    has grown; a row for which it says yes ends there.
+    has grown; a row for which it says yes ends there. `owner` closes the driver when it goes, and so has to stay as
+    long as this.
     """
 
-    def __init__(self, driver: Driver, window: int, deltas: bool = False, stop_when: StopWhen | None = None) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        window: int,
+        deltas: bool = False,
+        stop_when: StopWhen | None = None,
+        owner: object = None,
+    ) -> None:
         self._driver = driver
         self._window = window
         self._deltas = deltas
         self._stop_when = stop_when
+        self._owner = owner
         self._rows: dict[Hashable, _Row] = {}  # by number
         self._keys: set[Hashable] = set()
 

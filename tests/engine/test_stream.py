@@ -373,6 +373,18 @@ def test_garbage_collection_closes(llama: Path) -> None:
     assert engine() is None
 
 
+@pytest.mark.parametrize("door", ["stream", "astream"])
+def test_a_stream_keeps_its_llm(llama: Path, door: str) -> None:
+    """Also once it has read all prompts, with no other name for the LLM."""
+
+    async def listen(stream: Any) -> list[Any]:
+        return [item async for item in stream]
+
+    items = getattr(load(llama), door)([random_prompt(i, 8) for i in range(4)], SamplingParams(max_tokens=4))
+    gc.collect()
+    assert len(asyncio.run(listen(items)) if door == "astream" else list(items)) == 4
+
+
 def test_an_engine_that_fails_says_so_to_all(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = load(llama)
 
