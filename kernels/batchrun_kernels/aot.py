@@ -15,6 +15,7 @@ from batchrun_kernels.act_and_mul import act_and_mul
 from batchrun_kernels.paged_decode import paged_decode
 from batchrun_kernels.reshape_and_cache import reshape_and_cache
 from batchrun_kernels.rms_norm import add_rms_norm, rms_norm
+from batchrun_kernels.rope_and_cache import HeadNorm, Pages, rope, rope_and_cache
 from batchrun_kernels.targets import TARGETS, Resources, compile_launch, record
 
 
@@ -54,6 +55,29 @@ def _cache(heads: int, dk: int, dv: int) -> None:
     reshape_and_cache(_meta(256, heads, dk), _meta(256, heads, dv), *pages, _meta(256, dtype=torch.int64))
 
 
+def _rope(
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    *,
+    rotary: int | None = None,
+    norm: bool = False,
+    interleaved: bool = False,
+    cached: bool = True,
+    pages: torch.dtype = torch.bfloat16,
+) -> None:
+    qkv = _meta(256, heads + 2 * kv_heads, dim)
+    q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
+    angles = _meta(256, rotary or dim), _meta(256, rotary or dim)
+    head_norm = HeadNorm(_meta(dim), _meta(dim), 1e-6) if norm else None
+    if not cached:
+        rope(q, k, *angles, norm=head_norm, interleaved=interleaved)
+        return
+    stored = [_meta(512, 64, kv_heads, dim, dtype=pages) for _ in range(2)]
+    into = Pages(stored[0], stored[1], _meta(256, dtype=torch.int64), 0.5, 0.5)
+    rope_and_cache(q, k, v, *angles, into, norm=head_norm, interleaved=interleaved)
+
+
 def cases() -> dict[str, Callable[[], object]]:
     """The launches to compile, by name: each dtype path, each head size and each flag of the kernels at least once."""
     x = _meta(256, 4096)
@@ -66,6 +90,11 @@ def cases() -> dict[str, Callable[[], object]]:
         "gelu_tanh 9216": partial(act_and_mul, _meta(256, 18432), "gelu_tanh"),
         "cache 8x128": partial(_cache, 8, 128, 128),
         "cache 4x192/128": partial(_cache, 4, 192, 128),
+        "rope 32+8x128 norm": partial(_rope, 32, 8, 128, norm=True),
+        "rope 32x80 of 32": partial(_rope, 32, 32, 80, rotary=32),
+        "rope 16+8x256 in place": partial(_rope, 16, 8, 256, norm=True, cached=False),
+        "rope 64+8x128 interleaved": partial(_rope, 64, 8, 128, interleaved=True),
+        "rope 32+8x128 to fp8": partial(_rope, 32, 8, 128, pages=torch.float8_e5m2),
         "decode 128 split": partial(_decode, 32, 8, 128, 128, num_splits=8),
         "decode 128 page 16": partial(_decode, 32, 8, 128, 128, block_size=16),
         "decode 64 sinks window": partial(_decode, 64, 8, 64, 64, sinks=True, window=128),

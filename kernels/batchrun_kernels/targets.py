@@ -30,6 +30,8 @@ _POINTER = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e5m2: "*fp8e5",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }

@@ -29,17 +29,27 @@ def _interpret_again() -> None:
                     setattr(module, attribute, triton.jit(value.fn))
 
 
-def _round_to_bf16() -> None:
-    """The interpreter cuts fp32 to bf16 where hardware rounds to the nearest."""
-    cast = InterpreterBuilder.cast_impl
+FLOAT8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 
-    def rounded(self: InterpreterBuilder, x: TensorHandle, to: tl.dtype) -> TensorHandle:
+
+def _round_as_hardware() -> None:
+    """The interpreter cuts fp32 to bf16 where hardware rounds to the nearest, and loses a carry on the way to fp8."""
+    cast, convert = InterpreterBuilder.cast_impl, InterpreterBuilder.create_fp_to_fp
+
+    def to_bf16(self: InterpreterBuilder, x: TensorHandle, to: tl.dtype) -> TensorHandle:
         if x.dtype.scalar != tl.float32 or to.scalar != tl.bfloat16:
             return cast(self, x, to)
         bits = torch.from_numpy(x.data.copy()).bfloat16().view(torch.int16).numpy().view(np.uint16)
         return TensorHandle(bits, tl.bfloat16)
 
-    InterpreterBuilder.cast_impl = rounded
+    def to_fp8(self: InterpreterBuilder, x: TensorHandle, to: tl.dtype, rounding: object) -> TensorHandle:
+        if x.dtype.scalar != tl.float32 or to.scalar not in FLOAT8:
+            return convert(self, x, to, rounding)
+        bits = torch.from_numpy(x.data.copy()).to(FLOAT8[to.scalar]).view(torch.uint8).numpy()
+        return TensorHandle(bits, to.scalar)
+
+    InterpreterBuilder.cast_impl = to_bf16
+    InterpreterBuilder.create_fp_to_fp = to_fp8
 
 
 def _widen_bf16_dot() -> None:
@@ -54,7 +64,7 @@ def _widen_bf16_dot() -> None:
 
 
 _interpret_again()
-_round_to_bf16()
+_round_as_hardware()
 _widen_bf16_dot()
 
 

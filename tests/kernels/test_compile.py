@@ -37,6 +37,7 @@ def test_every_kernel_compiles_for_every_target(rows: list[Row]) -> None:
         "_rms_norm_kernel",
         "_act_and_mul_kernel",
         "_reshape_and_cache_kernel",
+        "_rope_and_cache_kernel",
         "_decode_kernel",
         "_merge_kernel",
     }
