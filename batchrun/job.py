@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from batchrun import __version__, config
 from batchrun.config import Config, SamplingConfig
+from batchrun.config.output import AUTO
 from batchrun.config.sampling import resolve
 from batchrun.data.chat import chat_template_text
 from batchrun.data.plan import Chunk, Plan
@@ -27,6 +28,7 @@ from batchrun.engine.token_rules import RuleBook
 from batchrun.errors import ConfigError
 from batchrun.tasks.base import Task
 from batchrun.tasks.registry import TASKS, make_task
+from batchrun.tool_calls import known_format
 
 
 @dataclass(slots=True)
@@ -102,14 +104,25 @@ def open_job(config: Config, *, weights: bool) -> Job:
     tokenizer = load_tokenizer(checkpoint, offline=config.offline)
     config = replace(config, sampling=checked_sampling(config.sampling, checkpoint, tokenizer))
     folders = [Path(config.prompt.template_file).parent] if config.prompt.template_file else []
+    template = chat_template_text(config.prompt, tokenizer, folders)
     reasoning = replace(config.reasoning)
-    reasoning.resolve(known_markers(chat_template_text(config.prompt, tokenizer, folders)))
-    config = replace(config, reasoning=reasoning)
+    reasoning.resolve(known_markers(template))
+    output = replace(config.output, tool_calls=tool_format(config, template))
+    config = replace(config, reasoning=reasoning, output=output)
     task = make_task(config)
     task.prepare(checkpoint, tokenizer)
     prompts = task.prompts(tokenizer, source.schema, folders)
     plan = Plan(source.files, config.output.chunk_rows, config.sampling.n)
     return Job(config, checkpoint, tokenizer, source, plan, prompts, task)
+
+
+def tool_format(config: Config, chat_template: str | None) -> str | None:
+    """The format of calls of tools that a job's completions may have, None if their texts stay whole."""
+    if config.output.tool_calls != AUTO:
+        return config.output.tool_calls
+    prompt = config.prompt
+    shown = prompt.tools is not None or prompt.tools_column is not None
+    return known_format(chat_template) if shown and not prompt.turns and config.task == "generate" else None
 
 
 def checked_sampling(sampling: SamplingConfig, checkpoint: Checkpoint, tokenizer: Any) -> SamplingConfig:

@@ -134,6 +134,7 @@ IDENTITY: dict[str, Changed] = {
     "output.completion": one("output.completion", "label"),
     "output.prefix": one("output.prefix", "llm_"),
     "output.columns": one("output.columns", ["text"]),
+    "output.tool_calls": one("output.tool_calls", "hermes"),
     "output.retry_invalid": Changed(
         {"output.retry_invalid": 2, "output.parse": "json", "sampling.temperature": 0.5}, "output.retry_invalid"
     ),

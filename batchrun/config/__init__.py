@@ -24,6 +24,7 @@ from batchrun.config.sampling import MAX_PATTERN, SamplingConfig
 from batchrun.config.structure import StructureConfig
 from batchrun.config.tasks import TASKS, ChooseConfig, ScoreConfig
 from batchrun.errors import ConfigError
+from batchrun.tool_calls import FORMATS
 
 MODES = ("run", "plan", "preview", "bench", "status", "merge", "reparse")
 RETRIES = ("error", "length")
@@ -110,6 +111,11 @@ class Config:
             raise ConfigError(
                 "output.retry_invalid asks for one completion again: prompt.turns and prompts have several"
             )
+        if self.output.tool_calls in FORMATS and self.prompt.turns:
+            raise ConfigError(
+                f"output.tool_calls={self.output.tool_calls} takes calls out of the text, and in prompt.turns a later "
+                "turn has to see them: set it to null"
+            )
         if self.structure.given and self.task != "generate":
             raise ConfigError(
                 f"structure.{self.structure.given[0]} is the form of completions, and task={self.task} makes none"
@@ -138,6 +144,7 @@ class Config:
             "input.format=openai": self.input.format == "openai",
             f"prompt.params={self.prompt.params}": self.prompt.params is not None,
             f"output.parse={self.output.parse}": self.output.parse != "none",
+            f"output.tool_calls={self.output.tool_calls}": self.output.tool_calls in FORMATS,
         }
         for key in (key for key, is_set in unused.items() if is_set):
             raise ConfigError(f"{key} is for completions, and task={self.task} makes none: use task=generate")

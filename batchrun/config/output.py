@@ -7,8 +7,10 @@ from typing import Any
 
 from batchrun.config.base import in_range, one_of, setting, strings
 from batchrun.errors import ConfigError
+from batchrun.tool_calls import FORMATS
 
 PARSES = ("none", "json")
+AUTO = "auto"
 COMPRESSION = ("zstd", "snappy", "gzip", "lz4", "none")
 
 
@@ -30,6 +32,12 @@ class OutputConfig:
     parsed: str = setting("parsed", "name of that column", identity=False)
     retry_invalid: int = setting(
         0, "ask up to so many times again, with other seeds, where a completion does not parse", identity=True
+    )
+    tool_calls: str | None = setting(
+        AUTO,
+        "format of calls of tools, for a column of them: hermes, llama3_json or mistral; auto: the one that the chat "
+        "template speaks of, if the prompt has tools; null: texts stay whole",
+        identity=True,
     )
     derived: dict[str, str] = setting(
         {},
@@ -60,6 +68,8 @@ class OutputConfig:
         if self.schema is not None and not isinstance(self.schema, (str, dict)):
             raise ConfigError(f"output.schema={self.schema!r} must be a JSON Schema, or a file with one")
         in_range("output.retry_invalid", self.retry_invalid, 0)
+        if self.tool_calls is not None:
+            one_of("output.tool_calls", self.tool_calls, (AUTO, *FORMATS))
         if self.retry_invalid and self.parse == "none":
             raise ConfigError("output.retry_invalid asks again for what does not parse: set output.parse=json too")
         if not self.parsed:

@@ -60,8 +60,8 @@ def write_batch_output(
 
 def _rows(parts: Sequence[Path], names: Mapping[str, str]) -> Iterator[dict[str, Any]]:
     keys = ("completion", "finish_reason", "error_type", "error", "prompt_tokens", "cached_tokens", "completion_tokens")
-    thinking = {key: names[key] for key in ("reasoning", "reasoning_tokens") if key in names}
-    columns = {key: names.get(key, key) for key in keys} | thinking | {"custom_id": "custom_id"}
+    more = {key: names[key] for key in ("reasoning", "reasoning_tokens", "tool_calls") if key in names}
+    columns = {key: names.get(key, key) for key in keys} | more | {"custom_id": "custom_id"}
     for part in parts:
         with pq.ParquetFile(part) as file:
             for batch in file.iter_batches(batch_size=READ_ROWS, columns=list(columns.values())):
@@ -69,11 +69,21 @@ def _rows(parts: Sequence[Path], names: Mapping[str, str]) -> Iterator[dict[str,
                 yield from (dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True))
 
 
-def _message(row: Mapping[str, Any]) -> dict[str, Any]:
+def _message(row: Mapping[str, Any], number: str) -> dict[str, Any]:
     message = {"role": "assistant", "content": row["completion"], "refusal": None}
+    if calls := row.get("tool_calls"):
+        message["content"] = row["completion"] or None
+        message["tool_calls"] = [
+            {"id": f"call_{number}_{place}", "type": "function", "function": call} for place, call in enumerate(calls)
+        ]
     if row.get("reasoning") is not None:
         message["reasoning_content"] = row["reasoning"]  # as servers of open models name it
     return message
+
+
+def _finish_reason(row: Mapping[str, Any]) -> str:
+    called = row["finish_reason"] == "stop" and row.get("tool_calls")
+    return "tool_calls" if called else str(row["finish_reason"])
 
 
 def _response(rows: Sequence[Mapping[str, Any]], model: str, created: int) -> dict[str, Any]:
@@ -100,9 +110,9 @@ def _response(rows: Sequence[Mapping[str, Any]], model: str, created: int) -> di
     choices = [
         {
             "index": index,
-            "message": _message(row),
+            "message": _message(row, f"{number[:20]}{index:04}"),
             "logprobs": None,
-            "finish_reason": row["finish_reason"],
+            "finish_reason": _finish_reason(row),
         }
         for index, row in enumerate(rows)
         if row["error_type"] is None

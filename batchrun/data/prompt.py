@@ -24,6 +24,7 @@ class Prompt:
     params: dict[str, Any] | None = None  # the row's own sampling parameters, by their names in the config
     skipped: bool = False  # the error is one that the settings ask to pass over
     truncated_tokens: int = 0  # that were cut to make it fit
+    tools: bool = True  # whether calls of tools may come: not for a row that is shown none, of a job that shows some
     # What the row asks next, given the answers to this prompt and those before it; None where there is nothing more.
     follow: Callable[[Sequence[str]], Prompt | None] | None = None
     # For tasks that score what may follow: its texts, what stands between the prompt and each, and the tokens of both.

@@ -230,7 +230,8 @@ class PromptBuilder:
             else:
                 follow = partial(self._follow, row, params) if self.following else None
                 body, whole = self._text(row)
-                draft = Draft(Prompt([], text=whole(body), params=params, follow=follow), body, whole)
+                tools = self.config.tools_column is None or bool(self._row_tools(row))
+                draft = Draft(Prompt([], text=whole(body), params=params, tools=tools, follow=follow), body, whole)
             return draft if self.joiner is None else self.joiner.announce(draft, row)
         except RowError as error:
             return Draft(Prompt([], error.error_type, clean_text(str(error))))
@@ -242,7 +243,8 @@ class PromptBuilder:
         follow = partial(self._follow, row, params)
         try:
             body, whole = self._text(row, answers)
-            draft = Draft(Prompt([], text=whole(body), params=params, follow=follow), body, whole)
+            tools = self.config.tools_column is None or bool(self._row_tools(row))
+            draft = Draft(Prompt([], text=whole(body), params=params, tools=tools, follow=follow), body, whole)
         except RowError as error:
             draft = Draft(Prompt([], error.error_type, clean_text(str(error)), follow=follow))
         return self._finished([draft])[0]

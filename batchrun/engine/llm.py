@@ -47,6 +47,7 @@ from batchrun.engine.stream import StopWhen, Stream
 from batchrun.engine.texts import Text, Texts, stacked
 from batchrun.engine.worker import place_workers
 from batchrun.errors import BatchrunError, ConfigError
+from batchrun.tool_calls import FORMATS, MARKERS, ToolCall, known_format, special_texts, split_calls
 
 Messages = Sequence[Mapping[str, Any]]
 # Text, token ids, or one of {"prompt": text}, {"prompt_token_ids": ids} and {"messages": messages}, the last with
@@ -72,7 +73,8 @@ class LLM:
     thread of its own.
 
     `reasoning` says how the thinking of answers to messages is told from them, if their parameters do not: by the
-    markers that the chat template speaks of. Set it to None to leave these texts whole.
+    markers that the chat template speaks of. Set it to None to leave these texts whole. `tool_format` is the one of
+    batchrun/tool_calls.py that the template speaks of, or None; set it for a template that does not say it.
     """
 
     def __init__(self, model: str, *, task: str = "generate", offline: bool = False, **options: Any) -> None:
@@ -80,8 +82,10 @@ class LLM:
         model_config, engine_config, settings = _split_options(model, options, READING.get(task))
         self.checkpoint = open_checkpoint(model_config, offline=offline, purpose=task)
         self.tokenizer = load_tokenizer(self.checkpoint, offline=offline)
-        markers = known_markers(getattr(self.tokenizer, "chat_template", None))
+        template = getattr(self.tokenizer, "chat_template", None)
+        markers = known_markers(template)
         self.reasoning = Reasoning(*markers) if markers else None
+        self.tool_format = known_format(template)
         self._texts = None if settings is None else Texts(self.checkpoint, self.tokenizer, settings)
         pooler = None if self._texts is None else self._texts.pooler
         engine = load_engine(self.checkpoint, self.tokenizer, engine_config, pooler=pooler)
@@ -139,6 +143,18 @@ class LLM:
         several: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [{"messages": each, "tools": tools, "chat_template_kwargs": chat_template_kwargs} for each in several]
         return self.generate(prompts, params, stop_when=stop_when)
+
+    def tool_calls(self, completion: Completion) -> list[ToolCall]:
+        """The tools that an answer of `chat` with tools calls; none if it calls none.
+
+        Raises ValueError for calls that cannot be read, and for a model whose `tool_format` is not known.
+        """
+        if self.tool_format is None:
+            raise ValueError(f"how this model calls tools is not known: set tool_format to one of {', '.join(FORMATS)}")
+        answer = split_calls(completion.text, self.tool_format, completion.finish_reason)
+        if answer.calls is None:
+            raise ValueError(answer.error)
+        return answer.calls
 
     def embed(self, texts: str | Sequence[str]) -> np.ndarray:
         """Vectors float32 [texts, size], in order, with `task="embed"`. A text that is too long is cut at the right.
@@ -347,6 +363,10 @@ class LLM:
                 return prompt
             if self.reasoning and not own.reasoning and isinstance(prompt, Mapping) and "messages" in prompt:
                 own = dataclasses.replace(own, reasoning=self.reasoning)
+            if self.tool_format and isinstance(prompt, Mapping) and prompt.get("tools"):
+                # A marker that is a special token has to be in the text.
+                hidden = MARKERS[self.tool_format] in special_texts(self.tokenizer)
+                own = dataclasses.replace(own, skip_special_tokens=own.skip_special_tokens and not hidden)
             return Request(number, self._token_ids(prompt), own)
 
         return make

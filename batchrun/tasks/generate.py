@@ -13,13 +13,20 @@ from batchrun.data.logprobs import PROMPT_LOGPROBS, logprob_columns, logprob_val
 from batchrun.data.outputs import RowResult
 from batchrun.data.parsing import Parser
 from batchrun.data.row_params import row_sampling
+from batchrun.engine.checkpoint import Checkpoint
 from batchrun.engine.engine import row_seed, sample_seed
 from batchrun.engine.params import Completion, Request, SamplingParams, sampling_params
 from batchrun.engine.reasoning import Reasoning
 from batchrun.row import Row
 from batchrun.structured import job_form, row_form
 from batchrun.tasks.base import Task, prompt_digest, row_result
+from batchrun.tool_calls import MARKERS, Answer, ToolCall, special_texts, split_calls
 
+TOOL_CALLS, TOOL_CALLS_ERROR = "tool_calls", "tool_calls_error"
+CALLS: dict[str, pa.DataType] = {
+    TOOL_CALLS: pa.list_(pa.struct([(name, pa.string()) for name in ToolCall._fields])),
+    TOOL_CALLS_ERROR: pa.string(),
+}
 THINKING: dict[str, pa.DataType] = {"reasoning": pa.string(), "reasoning_tokens": pa.int32()}
 
 
@@ -34,7 +41,18 @@ class Generate(Task):
         self.parser = Parser(config.output) if self.retries else None
         if self.sampling.reasoning is not None:
             self.more_columns = self.more_columns | THINKING
+        self.calls = config.output.tool_calls
+        self.specials: list[str] = []  # texts of special tokens that are asked for to find calls, and are no answer
+        if self.calls is not None:
+            self.more_columns = self.more_columns | CALLS
         self.more_columns = self.more_columns | logprob_columns(self.with_logprobs, self.with_prompt_logprobs)
+
+    def prepare(self, checkpoint: Checkpoint, tokenizer: Any) -> None:
+        super().prepare(checkpoint, tokenizer)
+        sampling, specials = self.config.sampling, special_texts(tokenizer)
+        if self.calls is not None and MARKERS[self.calls] in specials and sampling.skip_special_tokens:
+            self.specials = specials
+            self.sampling = RowSampling(replace(self.config, sampling=replace(sampling, skip_special_tokens=False)))
 
     def requests(self, row: Row) -> list[Request]:
         assert row.prompt is not None
@@ -42,20 +60,38 @@ class Generate(Task):
 
     def result(self, row: Row, completions: Sequence[Completion]) -> RowResult:
         (completion,) = completions
+        answer = self._answer(row, completion)
         return row_result(
             row,
             completions,
-            text=None if completion.error_type is not None else completion.text,
+            text=None if completion.error_type is not None else answer.text,
             finish_reason=completion.finish_reason,
             completion_tokens=len(completion.token_ids),
             max_tokens=completion.max_tokens,
             first_token_s=completion.first_token_s,
-            values=self._values(completion),
+            values=self._values(completion, answer),
         )
 
-    def _values(self, completion: Completion) -> dict[str, Any] | None:
+    def _answer(self, row: Row, completion: Completion) -> Answer:
+        """The completion's text without calls of tools, and these."""
+        if self.calls is None or completion.error_type is not None:
+            return Answer(completion.text, None)
+        told = row.prompt is None or row.prompt.tools
+        answer = (
+            split_calls(completion.text, self.calls, completion.finish_reason) if told else Answer(completion.text, [])
+        )
+        text = answer.text
+        if answer.calls is not None:
+            for special in self.specials:
+                text = text.replace(special, "")
+        return answer._replace(text=text)
+
+    def _values(self, completion: Completion, answer: Answer) -> dict[str, Any] | None:
         """What the row has in the columns beside its completion."""
         values: dict[str, Any] = {}
+        if self.calls is not None:
+            calls = None if answer.calls is None else [call._asdict() for call in answer.calls]
+            values |= {TOOL_CALLS: calls, TOOL_CALLS_ERROR: answer.error}
         if self.sampling.reasoning is not None:
             values |= {key: getattr(completion, key) for key in THINKING}
         if self.with_logprobs and completion.logprobs is not None:
@@ -70,7 +106,7 @@ class Generate(Task):
         if self.parser is None or attempt > self.retries or completion.error_type is not None:
             return []
         (request,) = self.requests(row)
-        _, wrong = self.parser.parse(completion.text, completion.finish_reason)
+        _, wrong = self.parser.parse(self._answer(row, completion).text, completion.finish_reason)
         # Greedy completions would come out the same.
         if wrong is None or request.params.temperature == 0:
             return []
