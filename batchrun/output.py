@@ -29,6 +29,7 @@ from batchrun.data.reparse import check_parsing
 from batchrun.data.retry import MAY_DIFFER, Retry
 from batchrun.data.runs import Runs, new_run_id
 from batchrun.data.store import Store
+from batchrun.data.token_bytes import TokenBytes
 from batchrun.engine.model import choose_device
 from batchrun.errors import ConfigError
 from batchrun.job import Job, versions
@@ -118,8 +119,9 @@ class Output:
         self.runs.end(self.run)
         if self.job.config.input.format == "openai":
             parts = [chunk.part for chunk in self.job.plan.chunks()]
-            samples = self.job.plan.samples
-            write_batch_output(self.store.folder, parts, self.job.checkpoint.name, self.schema.names, samples)
+            tokens = TokenBytes(self.job.tokenizer)
+            name, samples = self.job.checkpoint.name, self.job.plan.samples
+            write_batch_output(self.store.folder, parts, name, self.schema.names, samples, tokens)
         return done
 
 

@@ -161,6 +161,30 @@ def test_an_openai_batch_file_through_the_command(tiny: Path, tmp_path: Path) ->
     assert (tmp_path / "out" / BATCH_OUTPUT).read_bytes() == before
 
 
+def test_requests_get_the_log_probabilities_that_they_ask_for(tiny: Path, tmp_path: Path) -> None:
+    said = [{"role": "user", "content": "w5 w6 w7"}]
+    asked: list[dict[str, Any]] = [{"logprobs": True, "top_logprobs": 2}, {"logprobs": True}, {}]
+    lines = [request(str(i), messages=said, max_tokens=3, ignore_eos=True, **body) for i, body in enumerate(asked)]
+    source = write_lines(tmp_path / "requests.jsonl", lines)
+    words = [
+        "job=generate", "input=openai", f"model={tiny}", f"input.path={source}", f"output.path={tmp_path / 'out'}",
+        f"prompt.chat_template={CHAT}", "engine.kv_cache_gib=0.05", "model.dtype=float32", "engine.num_threads=1",
+    ]  # fmt: skip
+    assert cli.main(words) == 0
+    rows = read(tmp_path / "out")
+    answers = [json.loads(line) for line in (tmp_path / "out" / BATCH_OUTPUT).read_text("utf-8").splitlines()]
+    both, alone, none = (answer["response"]["body"]["choices"][0]["logprobs"] for answer in answers)
+    assert none is None
+    assert rows[2]["logprobs"] is None
+    assert [token["top_logprobs"] for token in alone["content"]] == [[], [], []]
+    assert "".join(token["token"] for token in both["content"]) == rows[0]["completion"].replace(" ", "")
+    for token, mine in zip(both["content"], rows[0]["logprobs"], strict=True):
+        assert bytes(token["bytes"]).decode() == token["token"]
+        assert token["logprob"] == mine["logprob"]
+        assert token["top_logprobs"][0] == {key: token[key] for key in ("token", "bytes", "logprob")}, "it is greedy"
+        assert len(token["top_logprobs"]) == 2
+
+
 def test_a_column_with_parameters_needs_no_batch_file(tiny: Path, tmp_path: Path) -> None:
     params = [{"max_tokens": 2}, None, {"max_tokens": -1}, {"top_p": 0.9}]
     lines = [{"text": f"w{i} w{i + 7} w{i + 9}", "own": json.dumps(own)} for i, own in zip((20, 30, 40, 50), params)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -70,3 +71,20 @@ def test_they_outlive_a_retry_of_other_rows(tiny: Path, tmp_path: Path) -> None:
     assert [row["status"] for row in before] == ["ok", "error"]
     assert after[0]["logprobs"] == before[0]["logprobs"]
     assert len(after[1]["logprobs"]) == after[1]["completion_tokens"]
+
+
+def test_a_row_that_asks_for_them_in_a_job_without_their_columns_says_what_it_needs(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    params = ['{"logprobs": 1}', '{"prompt_logprobs": 0}', '{"temperature": 0}']
+    pq.write_table(pa.table({"text": ["w5 w6"] * 3, "params": params}), tmp_path / "in" / "rows.parquet")
+    changes = {"prompt__params": "params", "run__max_error_rate": 1.0}
+    runner.run(job(tiny, tmp_path / "in", tmp_path / "out", **changes))
+    errors = [row["error"] for row in read(tmp_path / "out")]
+    assert errors[2] is None
+    for error, name in zip(errors, ("logprobs", "prompt_logprobs"), strict=False):
+        assert error == f"{name} of a row needs the columns that sampling.{name} of the job makes: 0 is enough"
+    runner.run(
+        job(tiny, tmp_path / "in", tmp_path / "with", sampling__logprobs=0, sampling__prompt_logprobs=0, **changes)
+    )
+    rows = read(tmp_path / "with")
+    assert [len(row["logprobs"][0]["top"]) for row in rows] == [1, 0, 0]

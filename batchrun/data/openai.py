@@ -26,6 +26,8 @@ SCHEMA = pa.schema(
         ("params", PARAMS),
     ]
 )
+NO_PARAMS = ("messages", "tools", "model")
+LOGPROBS = ("logprobs", "top_logprobs")
 OTHER_NAMES = {"max_completion_tokens": "max_tokens"}
 # What changes nothing here, whatever its value; what changes nothing with these values.
 WITHOUT_EFFECT = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
@@ -33,8 +35,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
     "stream_options": (),
     "n": (1,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "response_format": ({"type": "text"},),  # others are structured outputs
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -83,7 +83,7 @@ def _params(body: Mapping[str, Any]) -> dict[str, Any]:
     params: dict[str, Any] = {}
     for key, value in body.items():
         name = OTHER_NAMES.get(key, key)
-        if key in ("messages", "tools", "model") or key in WITHOUT_EFFECT or value is None:
+        if key in (*NO_PARAMS, *LOGPROBS) or key in WITHOUT_EFFECT or value is None:
             continue
         if name == STRUCTURED or (name in TYPES and key not in NEUTRAL):
             params[name] = value
@@ -92,10 +92,19 @@ def _params(body: Mapping[str, Any]) -> dict[str, Any]:
         elif not any(value == neutral for neutral in NEUTRAL.get(key, ())):
             shown = json.dumps(value, ensure_ascii=False)
             raise ValueError(f"body.{key}={shown if len(shown) <= 60 else shown[:60] + '…'} is not supported")
-    parsed = parse_params(params)
+    parsed = parse_params(params | _logprobs(*(body.get(key) for key in LOGPROBS)))
     if isinstance(parsed.get("stop"), str):
         parsed["stop"] = [parsed["stop"]]
     return parsed
+
+
+def _logprobs(asked: Any, top: Any) -> dict[str, Any]:
+    """Both of LOGPROBS as the row's parameter. Raises ValueError for what the API does not take."""
+    if asked is not None and not isinstance(asked, bool):
+        raise ValueError(f"body.logprobs={json.dumps(asked)[:60]} must be true or false; top_logprobs has the number")
+    if top and not asked:
+        raise ValueError(f"body.top_logprobs={json.dumps(top)[:60]} needs body.logprobs=true beside it")
+    return {"logprobs": top or 0} if asked else {}
 
 
 def _form(response_format: Any) -> dict[str, Any]:

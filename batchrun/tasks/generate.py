@@ -35,8 +35,10 @@ class Generate(Task):
         super().__init__(config)
         self.max_tokens = config.sampling.max_tokens
         self.sampling = RowSampling(config)
-        self.with_logprobs = config.sampling.logprobs is not None
+        # Requests of OpenAI's API ask for them one by one.
+        self.with_logprobs = config.sampling.logprobs is not None or config.input.format == "openai"
         self.with_prompt_logprobs = config.sampling.prompt_logprobs is not None
+        self.without = {"logprobs": not self.with_logprobs, "prompt_logprobs": not self.with_prompt_logprobs}
         self.retries = config.output.retry_invalid
         self.parser = Parser(config.output) if self.retries else None
         if self.sampling.reasoning is not None:
@@ -56,6 +58,8 @@ class Generate(Task):
 
     def requests(self, row: Row) -> list[Request]:
         assert row.prompt is not None
+        if asked := next((name for name in row.prompt.params or () if self.without.get(name)), None):
+            raise ValueError(f"{asked} of a row needs the columns that sampling.{asked} of the job makes: 0 is enough")
         return [Request(None, row.prompt.ids, self.sampling.of(row))]
 
     def result(self, row: Row, completions: Sequence[Completion]) -> RowResult:

@@ -52,6 +52,22 @@ def test_penalties_and_biases_of_a_request(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("asked", "given"),
+    [
+        ({"logprobs": True, "top_logprobs": 5}, 5),
+        ({"logprobs": True}, 0),
+        ({"logprobs": True, "top_logprobs": None}, 0),
+        ({"logprobs": False, "top_logprobs": 0}, None),
+        ({"logprobs": None}, None),
+    ],
+)
+def test_log_probabilities_of_a_request(tmp_path: Path, asked: dict[str, Any], given: int | None) -> None:
+    (row,) = rows_of(opened(write_lines(tmp_path / "r.jsonl", [request(**asked)]), format="openai"))
+    assert "why" not in row
+    assert row["params"]["logprobs"] == given
+
+
+@pytest.mark.parametrize(
     ("line", "why"),
     [
         ("{broken", "line 2: not JSON"),
@@ -65,7 +81,10 @@ def test_penalties_and_biases_of_a_request(tmp_path: Path) -> None:
         (request(tool_choice="required"), "line 2: body.tool_choice="),
         (request(temperature=-1), "line 2: sampling.temperature=-1"),
         (request(max_tokens=1.5), "line 2: max_tokens=1.5 is not int"),
-        (request(logprobs=True), "line 2: body.logprobs=true is not supported"),
+        (request(logprobs=3), "line 2: body.logprobs=3 must be true or false; top_logprobs has the number"),
+        (request(top_logprobs=3), "line 2: body.top_logprobs=3 needs body.logprobs=true beside it"),
+        (request(logprobs=True, top_logprobs=-1), "line 2: sampling.logprobs=-1 is out of range"),
+        (request(logprobs=True, top_logprobs="x"), "line 2: logprobs='x' is not int"),
         (request(logit_bias={"50": 200}), "line 2: sampling.logit_bias: 50=200.0 is out of range"),
         (request(unheard_of=1), "line 2: body.unheard_of=1 is not supported"),
     ],
