@@ -12,11 +12,15 @@ import torch
 from torch import Tensor
 
 from batchrun_kernels.act_and_mul import act_and_mul
+from batchrun_kernels.gather_last import feed_tokens, gather_last, note_tokens
 from batchrun_kernels.paged_decode import paged_decode
+from batchrun_kernels.penalise import count_tokens, penalise
 from batchrun_kernels.reshape_and_cache import reshape_and_cache
 from batchrun_kernels.rms_norm import add_rms_norm, rms_norm
 from batchrun_kernels.rope_and_cache import HeadNorm, Pages, rope, rope_and_cache
+from batchrun_kernels.sample import sample
 from batchrun_kernels.targets import TARGETS, Resources, compile_launch, record
+from batchrun_kernels.token_logprobs import token_logprobs
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -78,6 +82,20 @@ def _rope(
     rope_and_cache(q, k, v, *angles, into, norm=head_norm, interleaved=interleaved)
 
 
+def _sample(dtype: torch.dtype) -> None:
+    """What becomes of the logits of a step, up to the input of the next."""
+    rows, vocabulary, capacity = 64, 151936, 256
+    logits, some = _meta(rows, vocabulary, dtype=dtype), _meta(rows, dtype=torch.float32)
+    slots, lengths = _meta(rows, dtype=torch.int64), _meta(capacity, dtype=torch.int64)
+    counts = _meta(capacity, vocabulary, dtype=torch.int32)
+    count_tokens(_meta(capacity, 4096, dtype=torch.int32), slots, lengths, lengths, counts)
+    penalise(logits, counts, slots, some, some, some)
+    tokens = sample(logits, some, slots, some, some, slots, slots)
+    token_logprobs(logits, tokens)
+    note_tokens(tokens, slots, lengths, counts)
+    feed_tokens(_meta(2048, dtype=torch.int64), _meta(2048, dtype=torch.int64), lengths)
+
+
 def cases() -> dict[str, Callable[[], object]]:
     """The launches to compile, by name: each dtype path, each head size and each flag of the kernels at least once."""
     x = _meta(256, 4096)
@@ -95,6 +113,9 @@ def cases() -> dict[str, Callable[[], object]]:
         "rope 16+8x256 in place": partial(_rope, 16, 8, 256, norm=True, cached=False),
         "rope 64+8x128 interleaved": partial(_rope, 64, 8, 128, interleaved=True),
         "rope 32+8x128 to fp8": partial(_rope, 32, 8, 128, pages=torch.float8_e5m2),
+        "gather 4096": partial(gather_last, x, _meta(64, dtype=torch.int64)),
+        "sample bfloat16": partial(_sample, torch.bfloat16),
+        "sample float32": partial(_sample, torch.float32),
         "decode 128 split": partial(_decode, 32, 8, 128, 128, num_splits=8),
         "decode 128 page 16": partial(_decode, 32, 8, 128, 128, block_size=16),
         "decode 64 sinks window": partial(_decode, 64, 8, 64, 64, sinks=True, window=128),

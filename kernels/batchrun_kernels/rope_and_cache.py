@@ -214,8 +214,8 @@ def rope_and_cache(
     """Norms and turns `q` [T, Hq, D] in place and `k` [T, Hkv, D] on its way to the pages; `v` [T, Hkv, Dv] goes along.
 
     `cos` and `sin` are [T, R] with R even and at most D; all are fp32, bf16 or fp16 with the last dimension contiguous.
-    Pages may be of an 8-bit type that the device can store (e4m3 from sm_89 on). Slots are as in `reshape_and_cache`; queries of tokens
-    without one turn too. Raises ValueError on shapes that do not fit together.
+    Pages may be of an 8-bit type that the device can store (e4m3 from sm_89 on). Slots are as in `reshape_and_cache`;
+    queries of tokens without one turn too. Raises ValueError on shapes that do not fit together.
     """
     _check_turn(q, k, cos, sin, norm)
     tokens, kv_heads = k.shape[:2]

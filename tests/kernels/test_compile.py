@@ -38,6 +38,13 @@ def test_every_kernel_compiles_for_every_target(rows: list[Row]) -> None:
         "_act_and_mul_kernel",
         "_reshape_and_cache_kernel",
         "_rope_and_cache_kernel",
+        "_gather_kernel",
+        "_count_kernel",
+        "_penalise_kernel",
+        "_sample_kernel",
+        "_token_logprobs_kernel",
+        "_note_kernel",
+        "_feed_kernel",
         "_decode_kernel",
         "_merge_kernel",
     }
