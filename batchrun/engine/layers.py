@@ -21,6 +21,7 @@ from batchrun.engine import hook
 from batchrun.engine.adapted import row_chunks
 from batchrun.engine.attention.base import LayerCall
 from batchrun.engine.checkpoint import position_limit
+from batchrun.engine.device import runs_triton
 from batchrun.engine.experts import pack_experts
 from batchrun.engine.linear import PackedHead, PackedLinear
 from batchrun.engine.mlp import GatedMLP, OriginalMLP, busy_children, mlp_forms, parts
@@ -134,10 +135,14 @@ class Seen:
 
 
 def fuse_model(model: Any) -> int:
-    """Put fused layers and a packed LM head into a PagedModel on the CPU; returns how many layers were replaced.
+    """Put fused layers into a PagedModel; returns how many were replaced.
 
-    Experts, and the linear products of layers that stay, are packed where they are.
+    On the CPU the LM head, experts, and the linear products of layers that stay, are packed where they are.
     """
+    if runs_triton(model.device):
+        from batchrun.engine.layers_device import fuse_on_device
+
+        return fuse_on_device(model)
     if model.device.type != "cpu":
         return 0
     experts = pack_experts(model.module)
@@ -145,7 +150,7 @@ def fuse_model(model: Any) -> int:
     replaced = 0
     # A layer that runs twice has pages for each time; one that reads another's KV gets it from that one's original.
     if layers is not None and len(model.layers) == len(layers) and all(kv.source is None for kv in model.layers):
-        seen = _watch(model, layers)
+        seen = watch(model, layers)
         for i, layer in enumerate(layers):
             fused = fuse_layer(layer, seen[i], model.dtype) if i in seen else None
             if fused is not None:
@@ -194,7 +199,7 @@ def _linears(module: Any) -> Iterator[tuple[Any, str, Any]]:
 def dry_logits(model: Any) -> torch.Tensor:
     """Logits float32 [11, vocabulary] of a few tokens, in a forward without pages."""
     tokens = torch.arange(PROBE_TOKENS) * 7 % model.vocab_size
-    with hook.forward_context(_plain_attention):
+    with hook.forward_context(plain_attention):
         logits: torch.Tensor = model.run(tokens, torch.arange(PROBE_TOKENS), torch.arange(PROBE_TOKENS))
     return logits.float()
 
@@ -202,13 +207,13 @@ def dry_logits(model: Any) -> torch.Tensor:
 @torch.inference_mode()
 def fuse_layer(layer: Any, seen: Seen, dtype: torch.dtype) -> FusedLayer | None:
     """The fused form of a layer, or None if it has another shape or gives other numbers."""
-    if not _has_known_parts(layer) or not isinstance(seen.output, torch.Tensor):
+    if not has_known_parts(layer) or not isinstance(seen.output, torch.Tensor):
         return None
     change = (seen.output - seen.hidden_states).float().norm()
-    for mlp, offset, rotates in product(mlp_forms(_mlp_of(layer)), (0.0, 1.0), (True, False)):
+    for mlp, offset, rotates in product(mlp_forms(mlp_of(layer)), (0.0, 1.0), (True, False)):
         try:
             fused = FusedLayer(layer, mlp, seen.call, Switches(offset, rotates))
-            with hook.forward_context(_plain_attention):
+            with hook.forward_context(plain_attention):
                 output = fused(seen.hidden_states, **seen.keywords)
         except (AttributeError, RuntimeError, ValueError, TypeError, KeyError):
             return None
@@ -217,8 +222,9 @@ def fuse_layer(layer: Any, seen: Seen, dtype: torch.dtype) -> FusedLayer | None:
     return None
 
 
-def _has_known_parts(layer: Any) -> bool:
-    attention, mlp = getattr(layer, "self_attn", None), _mlp_of(layer)
+def has_known_parts(layer: Any) -> bool:
+    """Whether a decoder layer has no parts but those that the fused one has."""
+    attention, mlp = getattr(layer, "self_attn", None), mlp_of(layer)
     if attention is None or mlp is None or not hasattr(attention, "head_dim"):
         return False
     known = {"self_attn", *MLP_NAMES, *NORM_NAMES}
@@ -226,7 +232,8 @@ def _has_known_parts(layer: Any) -> bool:
     return busy_children(layer) <= known and busy_children(attention) <= set(linears)
 
 
-def _mlp_of(layer: Any) -> Any:
+def mlp_of(layer: Any) -> Any:
+    """The half of a decoder layer after its attention; None if it has another name."""
     return next((getattr(layer, name) for name in MLP_NAMES if hasattr(layer, name)), None)
 
 
@@ -238,7 +245,7 @@ def decoder_layers(module: Any) -> Any:
 
 
 @torch.inference_mode()
-def _watch(model: Any, layers: Any) -> dict[int, Seen]:
+def watch(model: Any, layers: Any) -> dict[int, Seen]:
     """Run the original on a few tokens and note what goes in and out of each layer."""
     seen: dict[int, Seen] = {}
     calls: list[LayerCall] = []
@@ -252,7 +259,7 @@ def _watch(model: Any, layers: Any) -> dict[int, Seen]:
 
     def attend(call: LayerCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, module: Any) -> torch.Tensor:
         calls.append(call)
-        return _plain_attention(call, q, k, v, module)
+        return plain_attention(call, q, k, v, module)
 
     handles = [layer.register_forward_hook(note(i), with_kwargs=True) for i, layer in enumerate(layers)]
     try:
@@ -268,7 +275,7 @@ def _watch(model: Any, layers: Any) -> dict[int, Seen]:
     return seen
 
 
-def _plain_attention(call: LayerCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Any) -> torch.Tensor:
+def plain_attention(call: LayerCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Any) -> torch.Tensor:
     """Causal attention of one row over its own keys, whatever the call's other settings: both sides get the same."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale, enable_gqa=True)

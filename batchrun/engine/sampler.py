@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from batchrun.engine.device import runs_triton
 from batchrun_kernels.cpu.layer import argmax_rows
 from batchrun_kernels.cpu.scalar import elements
 
@@ -57,6 +58,8 @@ def sample(
 
     Rows with temperature 0 take the most likely token and cost nothing more.
     """
+    if runs_triton(logits.device):
+        return _sample_on_device(logits, temperature, top_k, top_p, min_p, seeds, positions)
     tokens = most_likely(logits)
     rows = np.flatnonzero(temperature > 0)
     step = max(1, CPU_LOGITS // logits.shape[-1] if logits.device.type == "cpu" else len(rows))
@@ -72,6 +75,13 @@ def sample(
         keys = noise_keys(seeds[some], positions[some], chosen.device)
         tokens[index] = _draw(Draw(scaled, filters[0], filters[1], filters[2], keys))
     return tokens.cpu().numpy()
+
+
+def _sample_on_device(logits: torch.Tensor, *values: np.ndarray) -> np.ndarray:
+    """The same in one kernel, with the same noise."""
+    from batchrun_kernels.sample import sample as sample_rows
+
+    return sample_rows(logits, *(torch.from_numpy(value).to(logits.device) for value in values)).cpu().numpy()
 
 
 def most_likely(logits: torch.Tensor) -> torch.Tensor:
