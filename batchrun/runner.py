@@ -13,7 +13,7 @@ from batchrun.config import Config
 from batchrun.data.buffer import ChunkBuffer
 from batchrun.data.outputs import RowResult
 from batchrun.engine.engine import Engine
-from batchrun.engine.llm import load_engine
+from batchrun.engine.loading import load_engine
 from batchrun.engine.pool import EnginePool
 from batchrun.errors import Drained
 from batchrun.flight import Flight

@@ -69,6 +69,16 @@ def split_calls(text: str, format: str, finish_reason: str | None = "stop") -> A
     return Answer(rest.strip() if calls else text, calls)
 
 
+def read_calls(text: str, format: str | None, finish_reason: str | None = "stop") -> list[ToolCall]:
+    """The calls alone. Raises ValueError for those that cannot be read, and without a format."""
+    if format is None:
+        raise ValueError(f"how this model calls tools is not known: set tool_format to one of {', '.join(FORMATS)}")
+    answer = split_calls(text, format, finish_reason)
+    if answer.calls is None:
+        raise ValueError(answer.error)
+    return answer.calls
+
+
 def _hermes(text: str) -> tuple[str, list[ToolCall]]:
     marker, calls, rest, at = MARKERS["hermes"], list[ToolCall](), "", 0
     while (begin := text.find(marker, at)) >= 0:

@@ -17,7 +17,7 @@ from batchrun.compose import compose_config
 from batchrun.config import EngineConfig, ModelConfig
 from batchrun.engine.checkpoint import load_tokenizer, open_checkpoint
 from batchrun.engine.engine import Engine
-from batchrun.engine.llm import load_single
+from batchrun.engine.loading import load_single
 from batchrun.errors import ConfigError, FingerprintMismatch
 from tests.engine.adapters import make_adapter
 from tests.engine.families import load, make_model
@@ -97,6 +97,32 @@ def test_what_is_scored_is_scored_with_the_adapter_of_the_job(
         found[way] = [one["log_likelihood"] for one in labels]
     assert found["beside"] == pytest.approx(found["merged"], rel=1e-4)
     assert found["beside"] != pytest.approx(found["base"], rel=1e-2)
+
+
+def test_each_prompt_of_the_door_is_scored_with_an_adapter_of_its_own(tiny: Path, adapters: dict[str, str]) -> None:
+    texts, labels = words(3), [" w7", " w8 w9"]
+    names = [None, "a", "b"]
+
+    def numbers(llm: Any, **options: Any) -> list[list[float]]:
+        scores, choices = llm.score(texts, **options), llm.choose(texts, labels, **options)
+        continued = llm.score(texts, [" w9 w10"] * 3, **options)
+        pairs = zip(scores, continued, choices, strict=True)
+        return [[a.log_likelihood, b.log_likelihood, *c.log_likelihoods] for a, b, c in pairs]
+
+    alone = []
+    for name in names:
+        with load(tiny, adapter=adapters.get(name or "")) as llm:
+            alone.append(numbers(llm))
+    with load(tiny, adapters=adapters) as llm:
+        mixed, of_b = numbers(llm, adapter=names), numbers(llm, adapter="b")
+        for i in range(3):
+            assert mixed[i] == pytest.approx(alone[i][i], rel=1e-4)
+            assert of_b[i] == pytest.approx(alone[2][i], rel=1e-4)
+        assert mixed[1] != pytest.approx(alone[0][1], rel=1e-2)
+        with pytest.raises(ValueError, match=r"adapter='c' is not one of model\.adapters=\['a', 'b'\]"):
+            llm.score(texts, adapter="c")
+        with pytest.raises(ValueError, match="3 prompts and 2 adapters: give one for all, or one each"):
+            llm.choose(texts, labels, adapter=["a", "b"])
 
 
 @pytest.mark.parametrize("way", ["adapter", "adapters"])

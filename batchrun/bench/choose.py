@@ -19,7 +19,7 @@ from batchrun.config import Config
 from batchrun.data.prompt import Prompt
 from batchrun.data.runs import new_run_id
 from batchrun.engine.engine import Engine
-from batchrun.engine.llm import load_single
+from batchrun.engine.loading import load_single
 from batchrun.engine.params import Likelihood, Request
 from batchrun.engine.scoring import Choice, choose
 from batchrun.errors import ConfigError

@@ -23,7 +23,7 @@ from batchrun.config import Config
 from batchrun.data.runs import new_run_id
 from batchrun.engine.constraints import Masks
 from batchrun.engine.engine import Engine
-from batchrun.engine.llm import load_single
+from batchrun.engine.loading import load_single
 from batchrun.engine.params import Completion, Request, SamplingParams
 from batchrun.engine.structure import StructuredOutputs
 from batchrun.errors import ConfigError

@@ -2,61 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
 import itertools
 import weakref
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterable,
-    AsyncIterator,
-    Callable,
-    Generator,
-    Hashable,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
-from types import TracebackType
+from collections.abc import AsyncGenerator, AsyncIterable, Generator, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Self, overload
 
 import numpy as np
-import torch
 
-from batchrun.config import EmbedConfig, EngineConfig, ModelConfig, RankConfig
 from batchrun.config.base import one_of
-from batchrun.engine.acceptance import check_model
-from batchrun.engine.attention.registry import attention_backend, cache_backend
-from batchrun.engine.checkpoint import Checkpoint, eos_token_ids, generation_defaults, load_tokenizer, open_checkpoint
+from batchrun.engine.checkpoint import generation_defaults, load_tokenizer, open_checkpoint
 from batchrun.engine.driver import Driver
 from batchrun.engine.encoder import WINDOW, Encoder
-from batchrun.engine.encoder_model import load_encoder_model
-from batchrun.engine.engine import Engine, sample_seed
-from batchrun.engine.layers import fuse_model
-from batchrun.engine.lora import install, name_products
-from batchrun.engine.memory import make_pool
-from batchrun.engine.model import choose_device, choose_dtype, load_model
+from batchrun.engine.engine import Engine
+from batchrun.engine.loading import load_engine, load_single
+from batchrun.engine.options import READING, identity, split_options
 from batchrun.engine.params import Completion, Delta, Request, SamplingParams
 from batchrun.engine.pool import EnginePool
-from batchrun.engine.pooler import EmbeddingPooler, Pooler
-from batchrun.engine.quantized import check_int8, quantize_model
+from batchrun.engine.pooler import EmbeddingPooler
+from batchrun.engine.prompts import Messages, Params, Prompt, Requester, keys_of, samples, several
 from batchrun.engine.reasoning import Reasoning, known_markers
-from batchrun.engine.scoring import Asked, Choice, Score, ask, choose, following
+from batchrun.engine.scoring import Choice, Score, ask, choose, labels_after, texts_after
 from batchrun.engine.stream import StopWhen, Stream
 from batchrun.engine.texts import Text, Texts, stacked
-from batchrun.engine.worker import place_workers
-from batchrun.errors import BatchrunError, ConfigError
-from batchrun.tool_calls import FORMATS, MARKERS, ToolCall, known_format, special_texts, split_calls
+from batchrun.errors import BatchrunError
+from batchrun.tool_calls import ToolCall, known_format, read_calls
 
-Messages = Sequence[Mapping[str, Any]]
-# Text, token ids, or one of {"prompt": text}, {"prompt_token_ids": ids} and {"messages": messages}, the last with
-# "tools" and "chat_template_kwargs" beside it if need be.
-Prompt = str | Sequence[int] | np.ndarray | Mapping[str, Any]
-Params = SamplingParams | Iterable[SamplingParams] | None
-
-
-READING = {"embed": EmbedConfig, "rank": RankConfig}  # the sections of tasks that only read, by task
+__all__ = ["LLM", "load_engine", "load_single"]
 
 
 class LLM:
@@ -79,7 +50,7 @@ class LLM:
 
     def __init__(self, model: str, *, task: str = "generate", offline: bool = False, **options: Any) -> None:
         one_of("task", task, ("generate", *READING))
-        model_config, engine_config, settings = _split_options(model, options, READING.get(task))
+        model_config, engine_config, settings = split_options(model, options, READING.get(task))
         self.checkpoint = open_checkpoint(model_config, offline=offline, purpose=task)
         self.tokenizer = load_tokenizer(self.checkpoint, offline=offline)
         template = getattr(self.tokenizer, "chat_template", None)
@@ -114,17 +85,12 @@ class LLM:
         A prompt that cannot run gives a completion with finish_reason "error"; the others are not touched.
         `stop_when` is as for `stream`.
         """
-        many = _many(prompts)
+        many = several(prompts)
         if isinstance(params, Sequence) and len(params) != len(many):
             raise ValueError(
                 f"{len(many)} prompts and {len(params)} sampling parameters: give one for all, or one each"
             )
-        each = params if isinstance(params, Sequence) else [params] * len(many)
-        order: dict[Hashable, int] = {}
-        for i, (prompt, own) in enumerate(zip(many, each, strict=True)):
-            key, own = (prompt.key, prompt.params) if isinstance(prompt, Request) else (i, own)
-            for sample in _sample_keys(key, 1 if own is None else own.n):
-                order[sample] = len(order)
+        order = {key: place for place, key in enumerate(keys_of(many, params))}
         return sorted(self.stream(many, params, stop_when=stop_when), key=lambda completion: order[completion.key])
 
     def chat(
@@ -140,8 +106,8 @@ class LLM:
 
         `tools` are JSON schemas of functions, for templates that show them to the model.
         """
-        several: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts = [{"messages": each, "tools": tools, "chat_template_kwargs": chat_template_kwargs} for each in several]
+        many: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = [{"messages": each, "tools": tools, "chat_template_kwargs": chat_template_kwargs} for each in many]
         return self.generate(prompts, params, stop_when=stop_when)
 
     def tool_calls(self, completion: Completion) -> list[ToolCall]:
@@ -149,12 +115,7 @@ class LLM:
 
         Raises ValueError for calls that cannot be read, and for a model whose `tool_format` is not known.
         """
-        if self.tool_format is None:
-            raise ValueError(f"how this model calls tools is not known: set tool_format to one of {', '.join(FORMATS)}")
-        answer = split_calls(completion.text, self.tool_format, completion.finish_reason)
-        if answer.calls is None:
-            raise ValueError(answer.error)
-        return answer.calls
+        return read_calls(completion.text, self.tool_format, completion.finish_reason)
 
     def embed(self, texts: str | Sequence[str]) -> np.ndarray:
         """Vectors float32 [texts, size], in order, with `task="embed"`. A text that is too long is cut at the right.
@@ -175,21 +136,20 @@ class LLM:
             raise BatchrunError(f'this LLM was not made to {task}: use LLM(model, task="{task}")')
         return stacked(self.generate(self._texts.requests(texts)), self._texts.pooler.size)
 
-    def score(self, prompts: Prompt | Sequence[Prompt], continuations: Sequence[str] | None = None) -> list[Score]:
+    def score(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        continuations: Sequence[str] | None = None,
+        *,
+        adapter: str | Sequence[str | None] | None = None,
+    ) -> list[Score]:
         """How likely each text is, in order, or, with `continuations`, each of them after its prompt.
 
-        Raises ValueError for a text that cannot be scored, as one beyond the window.
+        `adapter` is one of the LLM's `adapters` by name, for all prompts, or a list with one or None for each. Raises
+        ValueError for a text that cannot be scored, as one beyond the window.
         """
-        many = _many(prompts)
-        if continuations is not None and len(continuations) != len(many):
-            raise ValueError(f"{len(many)} prompts and {len(continuations)} continuations: give one each")
-        asked: list[Asked] = []
-        for i, prompt in enumerate(many):
-            ids = list(map(int, self._token_ids(prompt)))
-            if continuations is None:
-                asked.append((ids[:1], (tuple(ids[1:]),)))
-            else:
-                asked.append((ids, following(self.tokenizer, _text(prompt), ids, [continuations[i]])))
+        self._open()
+        asked = texts_after(self.tokenizer, several(prompts), continuations, adapter)
         return [Score.of(parts) for parts in ask(self.stream, asked)]
 
     def choose(
@@ -197,21 +157,16 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         labels: Sequence[str] | Sequence[Sequence[str]],
         normalize: Literal["none", "tokens", "bytes"] = "none",
+        *,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> list[Choice]:
         """The likeliest label after each prompt, in order; `labels` are for all prompts, or a list for each.
 
-        Labels are compared whole, or per token or byte. Raises ValueError for what cannot be scored.
+        Labels are compared whole, or per token or byte. `adapter` is as for `score`. Raises ValueError for what cannot
+        be scored.
         """
-        many = _many(prompts)
-        each: Sequence[Any] = [labels] * len(many) if all(isinstance(label, str) for label in labels) else labels
-        if len(each) != len(many):
-            raise ValueError(f"{len(many)} prompts and {len(each)} lists of labels: give one for all, or one each")
-        if few := [list(mine) for mine in each if len(mine) < 2]:
-            raise ValueError(f"labels={few[0]} must be two or more")
-        asked: list[Asked] = []
-        for prompt, mine in zip(many, each, strict=True):
-            ids = list(map(int, self._token_ids(prompt)))
-            asked.append((ids, following(self.tokenizer, _text(prompt), ids, mine)))
+        self._open()
+        each, asked = labels_after(self.tokenizer, several(prompts), labels, adapter)
         return [choose(mine, found, normalize) for mine, found in zip(each, ask(self.stream, asked), strict=True)]
 
     @overload
@@ -243,8 +198,8 @@ class LLM:
         has grown, and ends the row when it says yes (finish_reason "stop", stop_reason "stop_when"). A caller that
         stops listening aborts what is under way.
         """
-        requests = map(self._requester(params), _many(prompts))
-        return self._stream(deltas, stop_when).run(itertools.chain.from_iterable(map(_samples, requests)))
+        requests = map(self._requester(params), several(prompts))
+        return self._stream(deltas, stop_when).run(itertools.chain.from_iterable(map(samples, requests)))
 
     @overload
     def astream(
@@ -276,20 +231,8 @@ class LLM:
         `prompts` may be asynchronous too; a plain iterable is read in the loop. Cancelling the task that listens aborts
         what is under way.
         """
-        make = self._requester(params)
-
-        async def requests() -> AsyncIterator[Request]:
-            if isinstance(prompts, AsyncIterable):
-                async for prompt in prompts:
-                    for request in _samples(make(prompt)):
-                        yield request
-            else:
-                for prompt in _many(prompts):
-                    for request in _samples(make(prompt)):
-                        yield request
-                        await asyncio.sleep(0)  # others have their turn while the window fills
-
-        return self._stream(deltas, stop_when).run_async(requests())
+        requests = self._requester(params).each_of(prompts)
+        return self._stream(deltas, stop_when).run_async(requests)
 
     def abort(self, key: Hashable) -> None:
         """Forget the requests with this key, in whichever streams, and free their blocks before this returns.
@@ -318,9 +261,7 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __reduce__(self) -> Any:
@@ -328,10 +269,12 @@ class LLM:
 
         A copy cannot compute: the engine stays in its process.
         """
-        model = {key: getattr(self.checkpoint.model, key) for key in _identity_fields(ModelConfig)}
         texts = self._texts and (self._texts.pooler, self._texts.form)
-        identity = self.checkpoint.identity(), repr(self.checkpoint.adapter_identity())
-        return _stand_in, (*identity, tuple(sorted(model.items())), repr(texts))
+        return _stand_in, (*identity(self.checkpoint), repr(texts))
+
+    def _requester(self, params: Params) -> Requester:
+        self._open()
+        return Requester(self.tokenizer, params, self.reasoning, self.tool_format)
 
     def _open(self) -> Driver:
         if self._driver is None:
@@ -347,165 +290,6 @@ class LLM:
         stream = Stream(self._open(), self._window, deltas, stop_when, owner=self)
         self._streams.add(stream)
         return stream
-
-    def _requester(self, params: Params) -> Callable[[Prompt | Request], Request]:
-        """What makes requests of prompts, in order, with their parameters."""
-        numbers = itertools.count()
-        each = iter(params) if isinstance(params, Iterable) else itertools.repeat(params or SamplingParams())
-
-        def make(prompt: Prompt | Request) -> Request:
-            number, own = next(numbers), next(each, None)
-            if own is None:
-                raise ValueError(
-                    f"there are {number} sampling parameters and more prompts: give one for all, or one each"
-                )
-            if isinstance(prompt, Request):
-                return prompt
-            if self.reasoning and not own.reasoning and isinstance(prompt, Mapping) and "messages" in prompt:
-                own = dataclasses.replace(own, reasoning=self.reasoning)
-            if self.tool_format and isinstance(prompt, Mapping) and prompt.get("tools"):
-                # A marker that is a special token has to be in the text.
-                hidden = MARKERS[self.tool_format] in special_texts(self.tokenizer)
-                own = dataclasses.replace(own, skip_special_tokens=own.skip_special_tokens and not hidden)
-            return Request(number, self._token_ids(prompt), own)
-
-        return make
-
-    def _token_ids(self, prompt: Any) -> Any:
-        """The ids of a prompt of any kind. Raises TypeError for what is none."""
-        match prompt:
-            case str(text) | {"prompt": str(text)}:
-                return self.tokenizer(text)["input_ids"]
-            case {"prompt_token_ids": ids}:
-                return ids
-            case {"messages": messages}:
-                return self.tokenizer.apply_chat_template(
-                    messages,
-                    tools=prompt.get("tools") or None,
-                    add_generation_prompt=True,
-                    return_dict=False,
-                    **(prompt.get("chat_template_kwargs") or {}),
-                )
-            case np.ndarray() | Sequence() if all(isinstance(token, (int, np.integer)) for token in prompt[:1]):
-                return prompt
-        raise TypeError(
-            f"{prompt!r:.60} is not a prompt: it must be text, token ids, a Request, or a dict with prompt, "
-            "prompt_token_ids or messages"
-        )
-
-
-def load_engine(
-    checkpoint: Checkpoint,
-    tokenizer: Any,
-    config: EngineConfig,
-    rows: int | None = None,
-    pooler: Pooler | None = None,
-) -> Engine | Encoder | EnginePool:
-    """The engine of this process, or a pool of engine processes if that is faster for a job of `rows` rows.
-
-    With a `pooler` it gives vectors of texts, without one it generates.
-
-    Without `rows` a pool is made only if `engine.workers` says so: a process that starts others must be able to
-    be imported again, which a script or notebook need not be. Raises what `load_single` does.
-    """
-    placements = place_workers(checkpoint, config, rows)
-    if len(placements) > 1:
-        return EnginePool(checkpoint, config, placements, pooler)
-    return load_single(checkpoint, tokenizer, config, pooler=pooler)
-
-
-def load_single(
-    checkpoint: Checkpoint, tokenizer: Any, config: EngineConfig, sharers: int = 1, pooler: Pooler | None = None
-) -> Engine | Encoder:
-    """Load the weights, check that the engine serves them, and make room for the KV cache, if there is to be one.
-
-    `sharers` processes divide the memory between them. Raises UnsupportedModel for a family that the check
-    refuses, ConfigError for memory that is not there.
-    """
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
-    device = choose_device(checkpoint.model.device)
-    dtype = choose_dtype(checkpoint.model.dtype, checkpoint, device)
-    if pooler is not None:
-        encoder = load_encoder_model(checkpoint, pooler, device, dtype, pack=config.fused_layers)
-        return Encoder(encoder, pooler.max_length, config.max_num_seqs, config.max_batched_tokens)
-    quantized = checkpoint.model.quantization == "int8"
-    if quantized:
-        check_int8(device, config.fused_layers)
-    backend = attention_backend(config.attention, device)
-    paged = cache_backend(backend, config.kv_cache_dtype)
-    model = load_model(checkpoint, device, dtype)
-    name_products(model.module)
-    kv_dtype = torch.int8 if config.kv_cache_dtype == "int8" else model.dtype
-    check_model(model, backend)
-    if config.fused_layers:
-        fuse_model(model)
-    if quantized:
-        quantize_model(model)
-    install(model, list(checkpoint.adapters.values()))
-    max_model_len = checkpoint.max_model_len
-    pool = make_pool(config, model.kv_layout, kv_dtype, max_model_len, device, sharers)
-    model.backend = paged(model.layers, pool.num_blocks, config.block_size, model.dtype, device)
-    eos_ids = eos_token_ids(checkpoint, tokenizer)
-    return Engine(
-        model,
-        tokenizer,
-        pool,
-        eos_ids,
-        max_model_len,
-        config.max_num_seqs,
-        config.max_batched_tokens,
-        tuple(checkpoint.adapters),
-    )
-
-
-def _split_options(
-    model: str, options: dict[str, Any], reading: type[EmbedConfig | RankConfig] | None
-) -> tuple[ModelConfig, EngineConfig, EmbedConfig | RankConfig | None]:
-    """The sections of the config that options are of; those of `reading` too, if that is given."""
-    sections: list[type[Any]] = [ModelConfig, EngineConfig, *([reading] if reading else [])]
-    names = [{f.name for f in dataclasses.fields(section)} for section in sections]
-    known = set().union(*names)
-    if unknown := set(options) - known:
-        raise ConfigError(f"LLM() has no option {', '.join(sorted(unknown))}: there are {', '.join(sorted(known))}")
-    chosen = [{key: value for key, value in options.items() if key in own} for own in names]
-    chosen[0].setdefault("path", model)
-    made = [section(**given) for section, given in zip(sections, chosen, strict=True)]
-    return made[0], made[1], made[2] if reading else None
-
-
-def _samples(request: Request) -> Iterator[Request]:
-    """A request for each of the n samples; the first has the seed of the whole."""
-    params = request.params
-    for number, key in enumerate(_sample_keys(request.key, params.n)):
-        seed = None if params.seed is None else sample_seed(params.seed, number)
-        yield (
-            request
-            if params.n == 1
-            else dataclasses.replace(request, key=key, params=dataclasses.replace(params, n=1, seed=seed))
-        )
-
-
-def _sample_keys(key: Hashable, n: int) -> list[Hashable]:
-    return [key] if n == 1 else [(key, number) for number in range(n)]
-
-
-def _text(prompt: Any) -> str | None:
-    """The text of a prompt that is text."""
-    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-    return text if isinstance(text, str) else None
-
-
-def _many(prompts: Any) -> Any:
-    """Several prompts, of one or several."""
-    one = isinstance(prompts, (str, Mapping, Request)) or (
-        isinstance(prompts, (Sequence, np.ndarray)) and len(prompts) and isinstance(prompts[0], (int, np.integer))
-    )
-    return [prompts] if one else prompts
-
-
-def _identity_fields(section: Any) -> list[str]:
-    return [f.name for f in dataclasses.fields(section) if f.metadata["identity"]]
 
 
 def _stand_in(*_: Any) -> LLM:

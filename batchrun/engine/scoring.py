@@ -5,14 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
 from batchrun.border import tokens_after
-from batchrun.engine.params import Completion, Likelihood, Request
+from batchrun.engine.params import Completion, Likelihood, Request, SamplingParams
+from batchrun.engine.prompts import one_each, prompt_text, token_ids
 
-Asked = tuple[list[int], tuple[tuple[int, ...], ...]]  # a prompt's tokens, and those of what may follow it
+
+class Asked(NamedTuple):
+    """What is asked about one prompt."""
+
+    prompt: list[int]  # token ids
+    continuations: tuple[tuple[int, ...], ...]  # those of what may follow it; an empty one: there is nothing to score
+    adapter: str | None = None  # one of model.adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +100,55 @@ def following(tokenizer: Any, text: str | None, ids: list[int], texts: Sequence[
     return tuple(tokens_after(ids, whole, own) for whole, own in zip(both, alone, strict=True))
 
 
+def texts_after(tokenizer: Any, prompts: Any, continuations: Sequence[str] | None, adapter: Any) -> list[Asked]:
+    """Each prompt's own tokens after its first one, or those of its continuation.
+
+    `adapter` is a name for all, or a list. Raises ValueError unless there is one of each for a prompt.
+    """
+    if continuations is not None and len(continuations) != len(prompts):
+        raise ValueError(f"{len(prompts)} prompts and {len(continuations)} continuations: give one each")
+    asked: list[Asked] = []
+    for i, (prompt, own) in enumerate(zip(prompts, one_each(adapter, len(prompts), "adapters"), strict=True)):
+        ids = _ids(tokenizer, prompt)
+        if continuations is None:
+            asked.append(Asked(ids[:1], (tuple(ids[1:]),), own))
+        else:
+            asked.append(Asked(ids, following(tokenizer, prompt_text(prompt), ids, [continuations[i]]), own))
+    return asked
+
+
+def labels_after(tokenizer: Any, prompts: Any, labels: Any, adapter: Any) -> tuple[Sequence[Any], list[Asked]]:
+    """The labels of each prompt, and those after it. `labels` are one list for all prompts, or one each.
+
+    Raises ValueError for fewer than two labels, and for lists of another length.
+    """
+    each = [labels] * len(prompts) if all(isinstance(label, str) for label in labels) else labels
+    if len(each) != len(prompts):
+        raise ValueError(f"{len(prompts)} prompts and {len(each)} lists of labels: give one for all, or one each")
+    if few := [list(mine) for mine in each if len(mine) < 2]:
+        raise ValueError(f"labels={few[0]} must be two or more")
+    asked: list[Asked] = []
+    for prompt, mine, own in zip(prompts, each, one_each(adapter, len(prompts), "adapters"), strict=True):
+        ids = _ids(tokenizer, prompt)
+        asked.append(Asked(ids, following(tokenizer, prompt_text(prompt), ids, mine), own))
+    return each, asked
+
+
+def _ids(tokenizer: Any, prompt: Any) -> list[int]:
+    return list(map(int, token_ids(tokenizer, prompt)))
+
+
 def ask(stream: Callable[[Iterable[Request]], Iterable[Completion]], asked: Sequence[Asked]) -> list[list[Likelihood]]:
     """The likelihoods of what may follow each prompt, in order; none for a text with nothing to score.
 
     `stream` is that of an LLM. Raises ValueError for a prompt that cannot run.
     """
     found: list[list[Likelihood]] = [[] for _ in asked]
-    requests = (Request(i, ids, continuations=many) for i, (ids, many) in enumerate(asked) if many != ((),))
+    requests = (
+        Request(i, ids, SamplingParams(adapter=adapter), continuations=many)
+        for i, (ids, many, adapter) in enumerate(asked)
+        if many != ((),)
+    )
     for done in stream(requests):
         if done.likelihoods is None or not isinstance(done.key, int):
             raise ValueError(f"prompt {done.key}: {done.error or done.finish_reason}")

@@ -15,7 +15,7 @@ from batchrun.engine.checkpoint import load_tokenizer, open_checkpoint
 from batchrun.engine.encoder import Encoder
 from batchrun.engine.encoder_config import embedding, scores
 from batchrun.engine.encoder_model import EncoderModel
-from batchrun.engine.llm import load_single
+from batchrun.engine.loading import load_single
 from batchrun.engine.params import Completion, Request
 from batchrun.engine.pooler import EmbeddingPooler
 from batchrun.engine.pooling import pool

@@ -19,7 +19,8 @@ import pytest
 from batchrun.config import EngineConfig, ModelConfig
 from batchrun.engine import worker as worker_module
 from batchrun.engine.checkpoint import Checkpoint, open_checkpoint
-from batchrun.engine.llm import LLM, load_engine
+from batchrun.engine.llm import LLM
+from batchrun.engine.loading import load_engine
 from batchrun.engine.model import UnsupportedModel
 from batchrun.engine.params import Completion, Request, SamplingParams
 from batchrun.engine.pool import EnginePool

@@ -53,7 +53,7 @@ class Engine:
         self.generate(self.warmup)
 
     def _load(self, rows: list[Row]) -> None:
-        from batchrun.engine.llm import load_engine
+        from batchrun.engine.loading import load_engine
 
         self.loaded_for = len(rows)
         self.engine = load_engine(self.checkpoint, self.tokenizer, self.config, len(rows))

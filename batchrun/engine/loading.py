@@ -1,0 +1,88 @@
+"""From a checkpoint to an engine that has passed its check, in this process or in several."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from batchrun.config import EngineConfig
+from batchrun.engine.acceptance import check_model
+from batchrun.engine.attention.registry import attention_backend, cache_backend
+from batchrun.engine.checkpoint import Checkpoint, eos_token_ids
+from batchrun.engine.encoder import Encoder
+from batchrun.engine.encoder_model import load_encoder_model
+from batchrun.engine.engine import Engine
+from batchrun.engine.layers import fuse_model
+from batchrun.engine.lora import install, name_products
+from batchrun.engine.memory import make_pool
+from batchrun.engine.model import choose_device, choose_dtype, load_model
+from batchrun.engine.pool import EnginePool
+from batchrun.engine.pooler import Pooler
+from batchrun.engine.quantized import check_int8, quantize_model
+from batchrun.engine.worker import place_workers
+
+
+def load_engine(
+    checkpoint: Checkpoint,
+    tokenizer: Any,
+    config: EngineConfig,
+    rows: int | None = None,
+    pooler: Pooler | None = None,
+) -> Engine | Encoder | EnginePool:
+    """The engine of this process, or a pool of engine processes if that is faster for a job of `rows` rows.
+
+    With a `pooler` it gives vectors of texts, without one it generates.
+
+    Without `rows` a pool is made only if `engine.workers` says so: a process that starts others must be able to
+    be imported again, which a script or notebook need not be. Raises what `load_single` does.
+    """
+    placements = place_workers(checkpoint, config, rows)
+    if len(placements) > 1:
+        return EnginePool(checkpoint, config, placements, pooler)
+    return load_single(checkpoint, tokenizer, config, pooler=pooler)
+
+
+def load_single(
+    checkpoint: Checkpoint, tokenizer: Any, config: EngineConfig, sharers: int = 1, pooler: Pooler | None = None
+) -> Engine | Encoder:
+    """Load the weights, check that the engine serves them, and make room for the KV cache, if there is to be one.
+
+    `sharers` processes divide the memory between them. Raises UnsupportedModel for a family that the check
+    refuses, ConfigError for memory that is not there.
+    """
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    device = choose_device(checkpoint.model.device)
+    dtype = choose_dtype(checkpoint.model.dtype, checkpoint, device)
+    if pooler is not None:
+        encoder = load_encoder_model(checkpoint, pooler, device, dtype, pack=config.fused_layers)
+        return Encoder(encoder, pooler.max_length, config.max_num_seqs, config.max_batched_tokens)
+    quantized = checkpoint.model.quantization == "int8"
+    if quantized:
+        check_int8(device, config.fused_layers)
+    backend = attention_backend(config.attention, device)
+    paged = cache_backend(backend, config.kv_cache_dtype)
+    model = load_model(checkpoint, device, dtype)
+    name_products(model.module)
+    kv_dtype = torch.int8 if config.kv_cache_dtype == "int8" else model.dtype
+    check_model(model, backend)
+    if config.fused_layers:
+        fuse_model(model)
+    if quantized:
+        quantize_model(model)
+    install(model, list(checkpoint.adapters.values()))
+    max_model_len = checkpoint.max_model_len
+    pool = make_pool(config, model.kv_layout, kv_dtype, max_model_len, device, sharers)
+    model.backend = paged(model.layers, pool.num_blocks, config.block_size, model.dtype, device)
+    eos_ids = eos_token_ids(checkpoint, tokenizer)
+    return Engine(
+        model,
+        tokenizer,
+        pool,
+        eos_ids,
+        max_model_len,
+        config.max_num_seqs,
+        config.max_batched_tokens,
+        tuple(checkpoint.adapters),
+    )
