@@ -7,7 +7,6 @@ those of a step are computed in a thread while the model runs, and are there whe
 from __future__ import annotations
 
 import json
-import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,12 +23,29 @@ REMEMBERED_GRAMMARS = 1024
 
 
 class Constraint:
-    """What one row has said of its form, and what it may still say."""
+    """What one row has said of its form, and what it may still say.
 
-    def __init__(self, matcher: LLMatcher, fast_forward: bool, lock: threading.Lock) -> None:
-        self.matcher = matcher
+    A matcher belongs to whoever has borrowed it: while its mask is computed, without the GIL, every other call raises
+    RuntimeError. So each use of it here waits for the mask that has been asked for, which then is that of the tokens
+    before.
+    """
+
+    def __init__(self, matcher: LLMatcher, fast_forward: bool) -> None:
+        self._matcher = matcher
         self._fast_forward = fast_forward
-        self._lock = lock
+        self._mask: Future[np.ndarray] | None = None
+
+    @property
+    def matcher(self) -> LLMatcher:
+        """The row's own, for the thread of the engine alone, which has it back from that of the masks."""
+        if self._mask is not None:
+            self._mask.exception()
+            self._mask = None
+        return self._matcher
+
+    def lend(self, mask: Future[np.ndarray]) -> None:
+        """The matcher is in use until the mask is there."""
+        self._mask = mask
 
     @property
     def complete(self) -> bool:
@@ -43,17 +59,15 @@ class Constraint:
 
     def take(self, token: int) -> None:
         """The row has this token next. One that the form does not allow is an `error`."""
-        with self._lock:
-            self.matcher.consume_token(token)
+        self.matcher.consume_token(token)
 
     def forced(self, limit: int) -> list[int]:
         """Up to `limit` tokens that must come now; the row has them next."""
         if not self._fast_forward or limit <= 0:
             return []
-        with self._lock:
-            tokens = self.matcher.compute_ff_tokens()[:limit]
-            if tokens:
-                self.matcher.consume_tokens(tokens)
+        tokens = self.matcher.compute_ff_tokens()[:limit]
+        if tokens:
+            self.matcher.consume_tokens(tokens)
         return tokens
 
     def opening(self, limit: int) -> list[int]:
@@ -99,7 +113,6 @@ class Constraints:
         self._executor: LLExecutor | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._matchers: OrderedDict[StructuredOutputs, LLMatcher] = OrderedDict()
-        self._lock = threading.Lock()  # a matcher that is used in one thread refuses another with an exception
 
     def open(self, form: StructuredOutputs, fast_forward: bool = True) -> Constraint:
         """The constraint of a new row. Raises ValueError for a form that cannot be used, or a tokenizer."""
@@ -113,25 +126,24 @@ class Constraints:
                 self._matchers.popitem(last=False)
         else:
             self._matchers.move_to_end(form)
-        return Constraint(matcher.deep_copy(), form.fast_forward and fast_forward, self._lock)
+        return Constraint(matcher.deep_copy(), form.fast_forward and fast_forward)
 
     def begin(self, rows: np.ndarray, constraints: Sequence[Constraint]) -> Masks:
-        """Start to compute the masks of the rows `rows` (int64 [n]) among those that a step samples.
-
-        Until `apply` has been called, nothing else may be done with the constraints.
-        """
+        """Start to compute the masks of the rows `rows` (int64 [n]) among those that a step samples."""
         if self._thread is None or self._executor is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
             self._executor = LLExecutor()
-        return Masks(rows, self._thread.submit(self._fill, [c.matcher for c in constraints]))
+        forbidden = self._thread.submit(self._fill, [constraint.matcher for constraint in constraints])
+        for constraint in constraints:
+            constraint.lend(forbidden)
+        return Masks(rows, forbidden)
 
     def _fill(self, matchers: Sequence[LLMatcher]) -> np.ndarray:
         assert self._words is not None
         assert self._executor is not None
         allowed = np.zeros((len(matchers), -(-self._words.vocab_size // 32)), dtype=np.int32)
         places = [(matcher, i) for i, matcher in enumerate(matchers)]
-        with self._lock:
-            self._executor.unsafe_compute_mask_ptr(places, allowed.ctypes.data, allowed.shape[1] * 4, len(matchers))
+        self._executor.unsafe_compute_mask_ptr(places, allowed.ctypes.data, allowed.shape[1] * 4, len(matchers))
         return np.invert(allowed, out=allowed).view(np.uint8)
 
     def _prepared_tokenizer(self) -> LLTokenizer:

@@ -1,7 +1,8 @@
 """A thread that owns an engine: it takes orders, makes steps, and hands out what comes of them.
 
 Callers may be any threads, so several streams share one batch, and an interrupt of the main thread never cuts a step
-in two. Only this thread touches the engine while there is one.
+in two. Only this thread touches the engine while there are requests under way. It makes no step for others than those,
+and handing out what has come of the last is the last that it does: from there on the engine may be used directly.
 """
 
 from __future__ import annotations
@@ -121,10 +122,11 @@ class Driver:
         engine = self.engine
         try:
             while self.ended is None:
-                self._obey(wait=not engine.has_work())
-                if engine.has_work():
-                    self._deliver(engine.step(), engine.take_pieces())
+                self._obey(wait=not self._has_work())
+                if self._has_work():
+                    finished, pieces = engine.step(), engine.take_pieces()
                     engine.take_steps()  # nobody here reads them, and an endless stream must not keep them
+                    self._deliver(finished, pieces)
         except BaseException as error:
             # It may have been anywhere in a step: what it holds is not known any more.
             failure = BatchrunError(
@@ -137,6 +139,10 @@ class Driver:
         self._wake = _nothing
         del self.engine  # so that its memory is free again, whoever keeps the driver
         self._obey(wait=False)
+
+    def _has_work(self) -> bool:
+        """Whether the engine has any for those who asked here."""
+        return bool(self._outboxes) and self.engine.has_work()
 
     def _obey(self, wait: bool) -> None:
         """Carry out the orders there are; with `wait`, at least one, and those that follow it closely."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +242,39 @@ def test_an_aborted_row_leaves_nothing(llm: LLM) -> None:
     while engine.has_work():
         done |= {c.key: c for c in engine.step()}
     assert set(done) == {1, 2, 4, 5}
+    assert_idle(engine)
+
+
+def test_a_row_is_not_used_before_its_mask_is_there(speller: Path) -> None:
+    """Whatever a step does after it has asked for masks, and in which order, the mask is that of the tokens before."""
+    constraints = engine_of(load(speller)).constraints
+    form = StructuredOutputs(regex="(ab|cd){40}")
+    begin, release = constraints.open(form), threading.Event()
+    expected = constraints.begin(np.arange(1), [constraints.open(form)]).wait()
+    assert constraints._thread is not None
+    constraints._thread.submit(release.wait)
+    masks = constraints.begin(np.arange(1), [begin])
+    later = threading.Timer(0.05, release.set)
+    later.start()
+    (first,) = np.flatnonzero(~np.unpackbits(expected[0], bitorder="little")[:VOCABULARY].astype(bool))[:1].tolist()
+    begin.take(first)
+    assert release.is_set()
+    assert not begin.error
+    assert np.array_equal(masks.wait(), expected)
+    later.join()
+
+
+def test_a_step_that_fails_leaves_its_rows_usable(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(llm)
+    engine.add(Request(0, PROMPTS[0], asked(slow(FORMS["gbnf"]))))
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.model, "hidden", lambda batch: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    sequence = engine._sequences[0]
+    assert sequence.constraint is not None
+    assert not sequence.constraint.error
+    engine.abort(0)
     assert_idle(engine)
 
 

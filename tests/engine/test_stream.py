@@ -385,6 +385,26 @@ def test_a_stream_keeps_its_llm(llama: Path, door: str) -> None:
     assert len(asyncio.run(listen(items)) if door == "astream" else list(items)) == 4
 
 
+def test_the_engine_is_free_as_soon_as_the_last_completion_has_come(llama: Path) -> None:
+    """Whoever has it may use the engine, however slow the driver's thread is: that makes no step for others."""
+    with load(llama) as llm:
+        engine, driver, given = engine_of(llm), llm._open(), threading.Event()
+
+        def outbox(events: list[Any]) -> None:
+            engine.add(Request("mine", [5, 6, 7], LONG))
+            given.set()
+
+        driver.submit(Request(driver.next_number(), [5, 6], SamplingParams(max_tokens=2)), outbox)
+        assert given.wait(60)
+        for _ in range(2):  # the second order comes after what a step between them would have done
+            driver.ask(lambda: None)
+        assert engine.scheduler.waiting, "it has not been scheduled"
+        done: list[Completion] = []
+        while engine.has_work():
+            done += engine.step()
+        assert [completion.key for completion in done] == ["mine"]
+
+
 def test_an_engine_that_fails_says_so_to_all(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = load(llama)
 
@@ -501,10 +521,12 @@ class TestDatasets:
     def test_a_copy_says_that_it_is_one(self, llm: LLM) -> None:
         copy = pickle.loads(pickle.dumps(llm))
         copy.close()
-        with pytest.raises(
-            BatchrunError, match=r"this is a copy of an LLM, .* with datasets\.map leave num_proc at None"
-        ):
-            copy.generate("abc")
+        uses = (copy.generate, copy.score, lambda prompt: copy.choose(prompt, ["a", "b"]))
+        for use in uses:
+            with pytest.raises(
+                BatchrunError, match=r"this is a copy of an LLM, .* with datasets\.map leave num_proc at None"
+            ):
+                use("abc")
 
 
 def test_the_door_is_named_in_the_package() -> None:
