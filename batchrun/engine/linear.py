@@ -8,13 +8,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from batchrun_kernels.cpu import product
+from batchrun_kernels.cpu import matrix, product
 
 PACK_ROWS = 256  # the batch size that the packed layout is chosen for
 HEAD_ROWS = 128  # rows of the LM head at once: more, and the logits leave the cache
-# Up to so many rows our own kernel is faster than the matrix unit behind oneDNN: it is memory that limits both.
-ROWS_WITH_MATRIX_UNIT = 32
-MAX_ROWS = 1 << 30
+KERNELS = (matrix, product)  # which can read depends on the processor, which decides the packed layout too
 PROBE_ROWS = 7
 PROBE_ERROR = 0.02  # relative; both round to bfloat16
 
@@ -22,8 +20,8 @@ PROBE_ERROR = 0.02  # relative; both round to bfloat16
 class PackedLinear(torch.nn.Module):
     """y [M, out] = x [M, in] W^T + b, for the rows of several `nn.Linear` stacked into one product.
 
-    `F.linear` lays the weight out anew for each call; oneDNN can be given it laid out once, and where our own kernel
-    can read that layout it has less overhead (see batchrun_kernels/cpu/product.py).
+    `F.linear` lays the weight out anew for each call; oneDNN can be given it laid out once, and where a kernel of ours
+    can read that layout it has less overhead (see product.py and matrix.py in batchrun_kernels/cpu).
     """
 
     def __init__(self, linears: Sequence[Any]) -> None:
@@ -40,9 +38,9 @@ class PackedLinear(torch.nn.Module):
         if self.packed:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_ROWS)
         self.weight = weight
-        self.own_rows = -1  # most rows that our own kernel takes; not even a step without any, where it takes none
-        if self.packed and product.can_read(weight.dtype, self.out_features, self.in_features):
-            self.own_rows = self._choose_rows()
+        self.kernel: Any = None
+        if self.packed:
+            self.kernel = self._choose_kernel()
 
     def dense(self) -> torch.Tensor:
         """The weight [out, in], laid out as usual."""
@@ -50,7 +48,7 @@ class PackedLinear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., in]; `add` [..., out] is added before the result is rounded."""
-        if x.dim() == 2 and self._takes(x):
+        if x.dim() == 2 and self._has_kernel():
             return self._own(x, add, product.NONE)
         if not self.packed:
             y = F.linear(x, self.weight, self.bias)
@@ -61,18 +59,18 @@ class PackedLinear(torch.nn.Module):
 
     def gated(self, x: torch.Tensor, kind: int) -> torch.Tensor | None:
         """act(gates) * ups [M, out / 2], the first half of the features being gates; None if it must be done apart."""
-        if not self._takes(x) or self.out_features % (2 * product.PANEL):
+        if not self._has_kernel() or self.out_features % (2 * self.kernel.PANEL):
             return None
         return self._own(x, None, kind)
 
-    def _takes(self, x: torch.Tensor) -> bool:
-        # The kernel computes in one thread: where torch has more, oneDNN has them all.
-        return len(x) <= self.own_rows and torch.get_num_threads() == 1
+    def _has_kernel(self) -> bool:
+        # Ours compute in one thread: where torch has more, oneDNN has them all.
+        return self.kernel is not None and torch.get_num_threads() == 1
 
     def _own(self, x: torch.Tensor, add: torch.Tensor | None, kind: int) -> torch.Tensor:
         features = self.out_features if kind == product.NONE else self.out_features // 2
         out = x.new_empty(len(x), features)
-        product.product(
+        self.kernel.product(
             x.data_ptr(),
             x.stride(0),
             len(x),
@@ -86,14 +84,18 @@ class PackedLinear(torch.nn.Module):
         )
         return out
 
-    def _choose_rows(self) -> int:
-        """-1 unless our kernel gives oneDNN's numbers: the packed layout is oneDNN's affair and may change."""
-        x = torch.sin(torch.arange(PROBE_ROWS * self.in_features, dtype=torch.float32)).bfloat16()
+    def _choose_kernel(self) -> Any:
+        """The first module whose `product` gives oneDNN's numbers: the layout is oneDNN's affair and may change."""
+        x = torch.sin(torch.arange(PROBE_ROWS * self.in_features, dtype=torch.float32)).to(self.weight.dtype)
         x = x.view(PROBE_ROWS, self.in_features)
-        expected, ours = self(x).float(), self._own(x, None, product.NONE).float()
-        if not float((ours - expected).norm()) <= PROBE_ERROR * float(expected.norm()):
-            return -1
-        return ROWS_WITH_MATRIX_UNIT if product.has_matrix_unit() else MAX_ROWS
+        expected = self(x).float()
+        for self.kernel in KERNELS:
+            if not self.kernel.can_read(self.weight.dtype, self.out_features, self.in_features):
+                continue
+            difference = self._own(x, None, product.NONE).float() - expected
+            if float(difference.norm()) <= PROBE_ERROR * float(expected.norm()):
+                return self.kernel
+        return None
 
 
 class PackedHead(PackedLinear):
@@ -101,7 +103,7 @@ class PackedHead(PackedLinear):
 
     def forward(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
         rows = x.reshape(-1, self.in_features)
-        if self._takes(rows):
+        if self._has_kernel():
             return super().forward(rows).view(*x.shape[:-1], self.out_features)
         out = x.new_empty(len(rows), self.out_features)
         for start in range(0, len(rows), HEAD_ROWS):

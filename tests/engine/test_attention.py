@@ -207,6 +207,36 @@ def test_half_precision_stays_near_the_exact_result(backend_class: type[Attentio
         torch.testing.assert_close(out.double(), rows.expected(batch, rows.call), rtol=0.1, atol=0.05)
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(heads=9, kv_heads=3, key_dim=64, value_dim=64, block_size=64),
+        Shape(key_dim=128, value_dim=64, block_size=32, window=40),
+        Shape(heads=8, kv_heads=1, key_dim=32, value_dim=96, block_size=96, softcap=3.0, sinks=True),
+    ],
+    ids=["nine heads", "window", "softcap and sinks"],
+)
+@pytest.mark.parametrize("chunks", [(300,), (1,), (37, 1, 8)], ids=str)
+@pytest.mark.parametrize("prefix", [0, 2])
+def test_shapes_of_the_matrix_unit(
+    shape: Shape, chunks: tuple[int, ...], prefix: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads and blocks in whole tiles, in bfloat16: computed with AMX where there is one."""
+    monkeypatch.setattr(cpu, "MIN_GROUP_ROWS", 2)
+    monkeypatch.setattr(cpu, "MIN_SAVED_BLOCKS", 1)
+    rows = Rows(replace(shape, lengths=(210, 197, 250) if prefix else (3, 70, 150)), seed=4, shared=prefix)
+    call = replace(rows.call, scale=shape.key_dim**-0.5)
+    backend = cpu.CpuAttention([shape.geometry()], rows.num_blocks, shape.block_size, torch.bfloat16, CPU)
+    for cache in (rows.q, rows.k, rows.v):
+        for slot, x in cache.items():
+            cache[slot] = x.bfloat16().to(x.dtype)
+    for batch in rows.batches(chunks):
+        backend.begin(batch)
+        out = backend.attend(call, *(rows.flat(batch, x).bfloat16() for x in (rows.q, rows.k, rows.v)))
+        expected = rows.expected(batch, call)
+        assert (out.double() - expected).norm() < 0.01 * expected.norm()
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_prefix_groups_equal_naive_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "MIN_GROUP_ROWS", 2)

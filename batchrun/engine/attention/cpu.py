@@ -18,6 +18,7 @@ from batchrun.engine.attention.base import AttentionBackend, LayerCall, LayerGeo
 from batchrun.engine.attention.prefix import prefix_groups
 from batchrun.engine.batch import Batch
 from batchrun.engine.kv_layout import KvLayout
+from batchrun_kernels.cpu.amx import has_matrix_unit
 from batchrun_kernels.cpu.attention import BLOCK, END, FIRST, LAST, PageShape, attend, write_int8_pages, write_pages
 from batchrun_kernels.cpu.scalar import elements
 
@@ -73,7 +74,7 @@ class CpuAttention(AttentionBackend):
                 elements(zero_pages((num_blocks, *shape.values), held, device)),
                 np.zeros((num_blocks if self.int8 else 0, *shape.scales), dtype=np.float32),
                 shape,
-                shape.sizes(),
+                shape.sizes(not self.int8 and dtype == torch.bfloat16 and has_matrix_unit()),
             )
             for shape in shapes
         ]

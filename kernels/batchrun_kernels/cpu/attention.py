@@ -22,8 +22,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
+from batchrun_kernels.cpu import amx
+from batchrun_kernels.cpu.emit import LANES
 from batchrun_kernels.cpu.scalar import LOG2E, NEGATIVE, exp2, larger, narrow, widen
-from batchrun_kernels.cpu.tile import LANES, PANEL_LANES, ROWS, add_values, score_rows, sizes
+from batchrun_kernels.cpu.tile import (
+    PANEL_LANES,
+    ROWS,
+    add_values,
+    drop_tiles,
+    rows_at_once,
+    score_rows,
+    sizes,
+    use_tiles,
+)
 
 Array = np.ndarray
 ROUND_SLOTS = 128  # keys whose scores are looked at together: fewer, and their maxima and sums cost more than the rest
@@ -67,10 +78,13 @@ class PageShape(NamedTuple):
         """Shape of the scales of one block of int8 K and V."""
         return self.kv_heads, 2, self.panels * self.lanes
 
-    def sizes(self) -> Array:
-        """What `attend` is compiled for."""
+    def sizes(self, matrix_unit: bool = False) -> Array:
+        """What `attend` is compiled for. `matrix_unit`: with AMX, if the shape fits it, for elements of bfloat16."""
         _, panels, pairs, lanes, _ = self.keys
-        return sizes(pairs=pairs, lanes=lanes, slots=panels * lanes, width=self.values[2])
+        slots, width = panels * lanes, self.values[2]
+        fits = pairs % amx.TILE == 0 and all(size % amx.COLUMNS == 0 for size in (lanes, slots, width))
+        rows = amx.ROWS if matrix_unit and fits else ROWS
+        return sizes(rows=rows, pairs=pairs, lanes=lanes, slots=slots, width=width)
 
 
 @njit(nogil=True, cache=True, fastmath=True, error_model="numpy")
@@ -151,31 +165,32 @@ def attend(
     together = max(1, ROUND_SLOTS // slots) if slots == block_size else 1
     stride = together * slots
     k_block, v_block = panels * pairs * lanes * inner, slots * width
-    queries = np.zeros((ROWS, pairs * inner), dtype=q.dtype)
-    scores = np.empty((ROWS, stride), dtype=np.float32)
-    weights = np.empty((ROWS, stride), dtype=q.dtype)
-    out = np.empty((ROWS, width), dtype=np.float32)
-    top, total = np.empty(ROWS, dtype=np.float32), np.empty(ROWS, dtype=np.float32)
+    most = rows_at_once(sizes)
+    queries = np.zeros((most, pairs * inner), dtype=q.dtype)
+    scores = np.zeros((most, stride), dtype=np.float32)
+    weights = np.zeros((most, stride), dtype=q.dtype)
+    out = np.zeros((most, width), dtype=np.float32)
+    top, total = np.empty(most, dtype=np.float32), np.empty(most, dtype=np.float32)
     scaled = page_scales.shape[0] > 0
     k_scales = np.empty(stride if scaled else 0, dtype=np.float32)
     v_scales = np.empty(stride if scaled else 0, dtype=np.float32)
-    shrink, ones = np.empty(ROWS, dtype=np.float32), np.ones(ROWS, dtype=np.float32)
-    lows, highs = np.empty(ROWS, dtype=np.int64), np.empty(ROWS, dtype=np.int64)
+    lows, highs = np.empty(most, dtype=np.int64), np.empty(most, dtype=np.int64)
+    use_tiles(sizes)
     for s in range(spans.shape[0]):
         span = spans[s]
         table, final = tables[span[TABLE]], span[FINAL]
-        least, most = span[BLOCK] * block_size, span[END] * block_size
+        least, end = span[BLOCK] * block_size, span[END] * block_size
         count = (span[LAST] - span[FIRST]) * group
         for h in range(kv_heads):
-            for start in range(0, count, ROWS):
-                rows = min(ROWS, count - start)
-                low, high = most, least
+            for start in range(0, count, most):
+                rows = min(most, count - start)
+                low, high = end, least
                 for r in range(rows):
                     t, head = order[span[FIRST] + (start + r) // group], h * group + (start + r) % group
                     source, target = q[t, head], queries[r]
                     for d in range(source.shape[0]):
                         target[d] = source[d]
-                    highs[r] = min(positions[t] + 1, most)
+                    highs[r] = min(positions[t] + 1, end)
                     lows[r] = min(max(least, positions[t] + 1 - window), highs[r]) if window else least
                     low, high = min(low, lows[r]), max(high, highs[r])
                     row = out[r]
@@ -187,13 +202,16 @@ def attend(
                         top[r], total[r] = NEGATIVE, np.float32(0.0)
                         for d in range(row.shape[0]):
                             row[d] = np.float32(0.0)
-                for block in range(low // block_size, (high + block_size - 1) // block_size, together):
-                    blocks = min(together, (high + block_size - 1) // block_size - block)
+                first, last = low // block_size, (high + block_size - 1) // block_size
+                for block in range(first, last, together):
+                    blocks = min(together, last - block)
                     for j in range(blocks):
                         at = (np.int64(table[block + j]) * kv_heads + h) * k_block
+                        coming = _coming(tables, spans, s, first, last, block + j + together, h, kv_heads) * k_block
                         for panel in range(panels):
-                            _scores(sizes, queries, k_pages, at + panel * pairs * lanes * inner, scores,
-                                    j * slots + panel * lanes, stride, rows)  # fmt: skip
+                            skip = panel * pairs * lanes * inner
+                            score_rows(sizes, queries, k_pages, at + skip, scores, j * slots + panel * lanes, stride,
+                                       rows, coming + skip)  # fmt: skip
                         if scaled:
                             kept = page_scales[table[block + j], h]
                             k_scales[j * slots : (j + 1) * slots] = kept[0]
@@ -205,11 +223,16 @@ def attend(
                         top[r], added = _weigh(
                             scores[r], weights[r], k_scales, v_scales, a, b, length, scale, softcap, before
                         )  # fmt: skip
-                        shrink[r] = exp2(before - top[r])
-                        total[r] = total[r] * shrink[r] + added
+                        if top[r] > before:
+                            shrink, row = exp2(before - top[r]), out[r]
+                            total[r] *= shrink
+                            for d in range(row.shape[0]):
+                                row[d] *= shrink
+                        total[r] += added
                     for j in range(blocks):
                         at = (np.int64(table[block + j]) * kv_heads + h) * v_block
-                        _values(sizes, weights, j * slots, stride, v_pages, at, out, shrink if j == 0 else ones, rows)
+                        coming = _coming(tables, spans, s, first, last, block + j + together, h, kv_heads) * v_block
+                        add_values(sizes, weights, j * slots, stride, v_pages, at, out, rows, coming)
                 for r in range(rows):
                     t, head = order[span[FIRST] + (start + r) // group], h * group + (start + r) % group
                     row = out[r]
@@ -222,38 +245,23 @@ def attend(
                         tops[t, head], totals[t, head], kept = top[r], total[r], sums[t, head]
                         for d in range(row.shape[0]):
                             kept[d] = row[d]
+    drop_tiles(sizes)
 
 
 @njit(inline="always")
-def _scores(sizes, queries, k_pages, at, scores, place, stride, rows):
-    if rows == 6:
-        score_rows(sizes, queries, 0, k_pages, at, scores, place, stride, 6)
-    elif rows == 5:
-        score_rows(sizes, queries, 0, k_pages, at, scores, place, stride, 5)
-    elif rows == 4:
-        score_rows(sizes, queries, 0, k_pages, at, scores, place, stride, 4)
-    elif rows == 3:
-        score_rows(sizes, queries, 0, k_pages, at, scores, place, stride, 3)
-    elif rows == 2:
-        score_rows(sizes, queries, 0, k_pages, at, scores, place, stride, 2)
+def _coming(tables, spans, s, first, last, block, head, kv_heads):
+    """Place of the page that is read about `together` pages after this one, so that it can be fetched meanwhile."""
+    table = tables[spans[s, TABLE]]
+    if block < last:
+        page = np.int64(table[block])
+    elif head + 1 < kv_heads:
+        page, head = np.int64(table[min(first + block - last, last - 1)]), head + 1
+    elif s + 1 < spans.shape[0]:
+        coming = spans[s + 1]
+        page, head = np.int64(tables[coming[TABLE], min(coming[BLOCK] + block - last, coming[END] - 1)]), 0
     else:
-        score_rows(sizes, queries, 0, k_pages, at, scores, place, stride, 1)
-
-
-@njit(inline="always")
-def _values(sizes, weights, place, stride, v_pages, at, out, shrink, rows):
-    if rows == 6:
-        add_values(sizes, weights, place, stride, v_pages, at, out, shrink, 6)
-    elif rows == 5:
-        add_values(sizes, weights, place, stride, v_pages, at, out, shrink, 5)
-    elif rows == 4:
-        add_values(sizes, weights, place, stride, v_pages, at, out, shrink, 4)
-    elif rows == 3:
-        add_values(sizes, weights, place, stride, v_pages, at, out, shrink, 3)
-    elif rows == 2:
-        add_values(sizes, weights, place, stride, v_pages, at, out, shrink, 2)
-    else:
-        add_values(sizes, weights, place, stride, v_pages, at, out, shrink, 1)
+        page = np.int64(table[last - 1])
+    return max(page, 0) * kv_heads + head
 
 
 @njit(inline="always", fastmath=True, error_model="numpy")

@@ -16,32 +16,27 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import carray, njit, types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
-from batchrun_kernels.cpu.layer import gated_gelu_tanh, gated_silu
-from batchrun_kernels.cpu.scalar import narrow, widen
-from batchrun_kernels.cpu.tile import (
+from batchrun_kernels.cpu.emit import (
+    BYTE,
     FLOAT,
     FLOATS,
     I16,
-    I32,
     LANES,
-    PANEL_LANES,
-    ROWS,
-    element_steps,
-    inner_products,
+    LINE,
+    prefetch,
     processor_has,
     store,
     word,
 )
+from batchrun_kernels.cpu.layer import gated_gelu_tanh, gated_silu
+from batchrun_kernels.cpu.scalar import narrow, widen
+from batchrun_kernels.cpu.tile import PANEL_LANES, ROWS, element_steps, inner_products
 
 PANEL = LANES * PANEL_LANES  # output features whose sums stay in registers, for ROWS rows
 ALIGN_K = 32  # K is padded to a multiple of this in the packed layout
 NONE, SILU, GELU_TANH = 0, 1, 2  # what follows the product
-CACHE_LINE = 64  # bytes
-
-BYTE = ir.IntType(8)
 
 
 def has_bfloat16_products() -> bool:
@@ -52,11 +47,6 @@ def has_bfloat16_products() -> bool:
 def can_read(dtype: torch.dtype, features: int, depth: int) -> bool:
     """Whether `product` may take a packed weight [features, depth]: its shape has no padding, and the processor can."""
     return dtype == torch.bfloat16 and features % PANEL == 0 and depth % ALIGN_K == 0 and has_bfloat16_products()
-
-
-def has_matrix_unit() -> bool:
-    """Whether this processor has AMX for bfloat16, which is far faster than vectors from some rows on."""
-    return processor_has("amx-bf16")
 
 
 @intrinsic(prefer_literal=True)
@@ -70,8 +60,6 @@ def multiply(context, x, x_stride, w, pairs, out, ahead, rows, lines):
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         x, x_stride, w, pairs, out, ahead = arguments[:6]
-        kind = ir.FunctionType(ir.VoidType(), [BYTE.as_pointer(), I32, I32, I32])
-        fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
 
         def start(row: int, column: int) -> Any:
             return ir.Constant(FLOATS, [0.0] * LANES)
@@ -83,10 +71,8 @@ def multiply(context, x, x_stride, w, pairs, out, ahead, rows, lines):
             return builder.add(builder.mul(index, word(2 * PANEL)), word(2 * LANES * column))
 
         def meanwhile(index: Any) -> None:
-            coming = builder.add(ahead, builder.mul(index, word(CACHE_LINE * fetched)))
-            for line in range(fetched):
-                place = builder.inttoptr(builder.add(coming, word(CACHE_LINE * line)), BYTE.as_pointer())
-                builder.call(fetch, [place, ir.Constant(I32, 0), ir.Constant(I32, 2), ir.Constant(I32, 1)])
+            coming = builder.add(ahead, builder.mul(index, word(LINE * fetched)))
+            prefetch(builder, builder.inttoptr(coming, BYTE.as_pointer()), LINE * fetched)
 
         base, weights = (builder.inttoptr(address, I16.as_pointer()) for address in (x, w))
         step = element_steps(builder, types.uint16, types.uint16)
@@ -138,7 +124,7 @@ def _multiply_rows(rows, x, x_stride, w, pairs, out, ahead, fetched):
         _choose_rows(rows, x, x_stride, w, pairs, out, ahead, 0)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, fastmath=True, error_model="numpy")
 def product(x, x_stride, rows, depth, w, bias, add, out, features, kind):
     """out [rows, features] = x [rows, depth] W^T + bias + add, all bfloat16 at addresses, x_stride in elements.
 

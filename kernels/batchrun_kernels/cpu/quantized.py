@@ -16,8 +16,8 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from batchrun_kernels.cpu.emit import processor_has
 from batchrun_kernels.cpu.scalar import larger, narrow, widen
-from batchrun_kernels.cpu.tile import processor_has
 
 Array = np.ndarray
 

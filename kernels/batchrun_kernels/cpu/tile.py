@@ -13,41 +13,32 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from llvmlite import binding, ir
-from numba import types
-from numba.core import cgutils, config
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
-LANES = 16
+from batchrun_kernels.cpu import amx
+from batchrun_kernels.cpu.emit import (
+    FLOATS,
+    I16,
+    I32,
+    I64,
+    LANES,
+    WORDS,
+    BFloat,
+    load,
+    prefetch,
+    processor_has,
+    store,
+    word,
+)
+
 ROWS = 6  # 6 x 4 vectors of sums leave 8 of 32 registers for the operands
 PANEL_LANES = 4
 
-I16, I32, I64, FLOAT = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
-FLOATS, WORDS = ir.VectorType(FLOAT, LANES), ir.VectorType(I32, LANES)
-
-
-class BFloat(ir.Type):
-    """LLVM's bfloat, which llvmlite has no name for."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, BFloat)
-
-    def __hash__(self) -> int:
-        return hash(BFloat)
-
-
 PAIRS = ir.VectorType(BFloat(), 2 * LANES)
 Steps = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]
-
-
-def processor_has(feature: str) -> bool:
-    """Whether code may be compiled for a feature of this processor, in LLVM's name for it."""
-    if config.CPU_FEATURES is not None:
-        return f"+{feature}" in config.CPU_FEATURES
-    return bool(binding.get_host_cpu_features().get(feature, False))
 
 
 def sizes(**named: int) -> np.ndarray:
@@ -64,75 +55,158 @@ def size_of(kind: Any, name: str) -> int:
     return int(kind.dtype.fields[name].type.count)
 
 
-@intrinsic(prefer_literal=True)
-def score_rows(context, sizes, q, q_at, k, k_at, out, out_at, out_stride, rows):
-    """out[r, :lanes] = q[r, :] . k[:, lane] for constant `rows` of q [rows, P pairs], and k a panel [pairs, lanes, P].
+@njit(inline="always")
+def use_tiles(sizes):
+    """Before the first `score_rows` of a kernel."""
+    if has_tiles(sizes):
+        amx.set_shapes(amx.TILE, amx.TILE)
 
-    sizes: pairs, lanes. out float32; k elements like those of q, or int8; `_at` and `_stride` count elements.
+
+@njit(inline="always")
+def drop_tiles(sizes):
+    """After its last `add_values`."""
+    if has_tiles(sizes):
+        amx.release_tiles()
+
+
+@intrinsic
+def has_tiles(context, sizes):
+    """Whether the kernel multiplies with AMX: a constant."""
+    return types.boolean(sizes), lambda *_: ir.Constant(ir.IntType(1), int(_has_tiles(sizes)))
+
+
+@intrinsic
+def rows_at_once(context, sizes):
+    """Query rows that `score_rows` and `add_values` take at most: a constant."""
+    return types.int64(sizes), lambda *_: word(size_of(sizes, "rows"))
+
+
+@intrinsic
+def score_rows(context, sizes, q, k, k_at, out, out_at, out_stride, rows, ahead):
+    """out[r, :lanes] = q[r, :] . k[:, lane] for `rows` of q [.., P pairs], and k a panel [pairs, lanes, P].
+
+    sizes: pairs, lanes. out float32; k elements like those of q, or int8; `_at` and `_stride` count elements. Meanwhile
+    as many bytes as the panel has are fetched from place `ahead` of k.
     """
-    pairs, lanes, count = size_of(sizes, "pairs"), size_of(sizes, "lanes"), rows.literal_value
-    inner = _inner(q.dtype)
+    pairs, lanes, inner = size_of(sizes, "pairs"), size_of(sizes, "lanes"), _inner(q.dtype)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _, query, q_at, keys, k_at, target, o_at, o_stride, _ = _pointers(context, builder, signature, arguments)
-        limit = ir.Constant(I64, pairs)
-        step = element_steps(builder, q.dtype, k.dtype)
-        for first in range(0, lanes // LANES, PANEL_LANES):
-            columns = range(first, min(first + PANEL_LANES, lanes // LANES))
+        _, query, keys, k_at, target, o_at, o_stride, rows, ahead = _pointers(context, builder, signature, arguments)
+        limit, step = ir.Constant(I64, pairs), element_steps(builder, q.dtype, k.dtype)
+        line_bytes = lanes * inner * (k.dtype.bitwidth // 8)
 
-            def start(row: int, column: int) -> Any:
-                return ir.Constant(FLOATS, [0.0] * LANES)
+        def meanwhile(index: Any) -> None:
+            prefetch(
+                builder, builder.gep(keys, [builder.add(ahead, builder.mul(index, word(lanes * inner)))]), line_bytes
+            )
 
-            def x_at(row: int, index: Any) -> Any:
-                return _plus(builder, builder.add(q_at, builder.mul(index, word(inner))), row * pairs * inner)
+        def some(count: int) -> None:
+            for first in range(0, lanes // LANES, PANEL_LANES):
+                columns = range(first, min(first + PANEL_LANES, lanes // LANES))
 
-            def w_at(column: int, index: Any) -> Any:
-                place = builder.add(k_at, builder.mul(index, word(lanes * inner)))
-                return _plus(builder, place, column * LANES * inner)
+                def start(row: int, column: int) -> Any:
+                    return ir.Constant(FLOATS, [0.0] * LANES)
 
-            sums = inner_products(builder, limit, range(count), columns, start, (query, x_at), (keys, w_at), step)
-            for (row, column), total in sums.items():
-                place = builder.add(o_at, builder.mul(o_stride, word(row)))
-                store(builder, target, _plus(builder, place, column * LANES), total)
+                def x_at(row: int, index: Any) -> Any:
+                    return _plus(builder, builder.mul(index, word(inner)), row * pairs * inner)
+
+                def w_at(column: int, index: Any) -> Any:
+                    place = builder.add(k_at, builder.mul(index, word(lanes * inner)))
+                    return _plus(builder, place, column * LANES * inner)
+
+                rest = meanwhile if first == 0 else None
+                sums = inner_products(
+                    builder, limit, range(count), columns, start, (query, x_at), (keys, w_at), step, rest
+                )
+                for (row, column), total in sums.items():
+                    place = builder.add(o_at, builder.mul(o_stride, word(row)))
+                    store(builder, target, _plus(builder, place, column * LANES), total)
+
+        if _has_tiles(sizes):
+            a = _address(builder, query, word(0))
+            c, c_stride = _address(builder, target, o_at), builder.mul(o_stride, word(4))
+            strides = (word(4 * pairs), word(4 * lanes), c_stride)
+            b, coming = _address(builder, keys, k_at), _address(builder, keys, ahead)
+            amx.panel_products(builder, rows, a, b, c, strides, lanes, pairs // amx.TILE, False, coming)
+        else:
+            _for_each_count(builder, rows, some)
         return context.get_dummy_value()
 
-    return types.void(sizes, q, types.intp, k, types.intp, out, types.intp, types.intp, rows), generate
+    places = [types.intp] * 4
+    return types.void(sizes, q, k, types.intp, out, *places), generate
 
 
-@intrinsic(prefer_literal=True)
-def add_values(context, sizes, p, p_at, p_stride, v, v_at, out, shrink, rows):
-    """out[r, :] = shrink[r] * out[r, :] + p[r, :] . v for constant `rows`, and v a block [slots / P, width, P].
+@intrinsic
+def add_values(context, sizes, p, p_at, p_stride, v, v_at, out, rows, ahead):
+    """out[r, :] += p[r, :] . v for `rows`, and v a block [slots / P, width, P].
 
-    sizes: slots, width. out float32 [ROWS, width], shrink float32 [ROWS]; v elements like those of p, or int8.
+    sizes: slots, width. out float32 [.., width]; v elements like those of p, or int8. Meanwhile as many bytes as the
+    block has are fetched from place `ahead` of v.
     """
-    slots, width, count = size_of(sizes, "slots"), size_of(sizes, "width"), rows.literal_value
-    inner = _inner(p.dtype)
+    slots, width, inner = size_of(sizes, "slots"), size_of(sizes, "width"), _inner(p.dtype)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _, weights, p_at, p_stride, values, v_at, target, factor, _ = _pointers(context, builder, signature, arguments)
-        limit = ir.Constant(I64, slots // inner)
-        step = element_steps(builder, p.dtype, v.dtype)
-        for first in range(0, width // LANES, PANEL_LANES):
-            columns = range(first, min(first + PANEL_LANES, width // LANES))
+        _, weights, p_at, p_stride, values, v_at, target, rows, ahead = _pointers(
+            context, builder, signature, arguments
+        )
+        limit, step = ir.Constant(I64, slots // inner), element_steps(builder, p.dtype, v.dtype)
+        line_bytes = width * inner * (v.dtype.bitwidth // 8)
 
-            def start(row: int, column: int) -> Any:
-                by = _splat(builder, builder.load(builder.gep(factor, [word(row)])), FLOATS)
-                return builder.fmul(_load(builder, target, word(row * width + column * LANES), FLOATS), by)
+        def meanwhile(index: Any) -> None:
+            prefetch(
+                builder, builder.gep(values, [builder.add(ahead, builder.mul(index, word(width * inner)))]), line_bytes
+            )
 
-            def x_at(row: int, index: Any) -> Any:
-                place = builder.add(p_at, builder.mul(p_stride, word(row)))
-                return builder.add(place, builder.mul(index, word(inner)))
+        def some(count: int) -> None:
+            for first in range(0, width // LANES, PANEL_LANES):
+                columns = range(first, min(first + PANEL_LANES, width // LANES))
 
-            def w_at(column: int, index: Any) -> Any:
-                place = builder.add(v_at, builder.mul(index, word(width * inner)))
-                return _plus(builder, place, column * LANES * inner)
+                def start(row: int, column: int) -> Any:
+                    return load(builder, target, word(row * width + column * LANES), FLOATS)
 
-            sums = inner_products(builder, limit, range(count), columns, start, (weights, x_at), (values, w_at), step)
-            for (row, column), total in sums.items():
-                store(builder, target, word(row * width + column * LANES), total)
+                def x_at(row: int, index: Any) -> Any:
+                    place = builder.add(p_at, builder.mul(p_stride, word(row)))
+                    return builder.add(place, builder.mul(index, word(inner)))
+
+                def w_at(column: int, index: Any) -> Any:
+                    place = builder.add(v_at, builder.mul(index, word(width * inner)))
+                    return _plus(builder, place, column * LANES * inner)
+
+                rest = meanwhile if first == 0 else None
+                sums = inner_products(
+                    builder, limit, range(count), columns, start, (weights, x_at), (values, w_at), step, rest
+                )
+                for (row, column), total in sums.items():
+                    store(builder, target, word(row * width + column * LANES), total)
+
+        if _has_tiles(sizes):
+            a, c = _address(builder, weights, p_at), _address(builder, target, word(0))
+            strides = (builder.mul(p_stride, word(2)), word(4 * width), word(4 * width))
+            b, coming = _address(builder, values, v_at), _address(builder, values, ahead)
+            amx.panel_products(builder, rows, a, b, c, strides, width, slots // amx.STEP, True, coming)
+        else:
+            _for_each_count(builder, rows, some)
         return context.get_dummy_value()
 
-    return types.void(sizes, p, types.intp, types.intp, v, types.intp, out, shrink, rows), generate
+    places = [types.intp] * 3
+    return types.void(sizes, p, types.intp, types.intp, v, types.intp, out, *places[:2]), generate
+
+
+def _for_each_count(builder: Any, rows: Any, emit: Callable[[int], None]) -> None:
+    """Emit a kernel for each number of rows, and the choice among them."""
+    end = builder.append_basic_block("end")
+    choice = builder.switch(rows, end)
+    for count in range(1, ROWS + 1):
+        block = builder.append_basic_block(f"rows{count}")
+        choice.add_case(word(count), block)
+        builder.position_at_end(block)
+        emit(count)
+        builder.branch(end)
+    builder.position_at_end(end)
+
+
+def _has_tiles(sizes: Any) -> bool:
+    return bool(size_of(sizes, "rows") == amx.ROWS)
 
 
 def inner_products(
@@ -185,7 +259,7 @@ def element_steps(
     if element == types.float32:
         return (
             lambda base, at: _splat(builder, builder.load(builder.gep(base, [at])), FLOATS),
-            lambda base, at: _bytes(builder, base, at, 1)[0] if small else _load(builder, base, at, FLOATS),
+            lambda base, at: _bytes(builder, base, at, 1)[0] if small else load(builder, base, at, FLOATS),
             lambda total, a, b: _fma(builder, a, b, total),
         )
 
@@ -199,7 +273,7 @@ def element_steps(
 
         def pairs(base: Any, at: Any) -> Any:
             if not small:
-                return builder.bitcast(_load(builder, base, at, WORDS), PAIRS)
+                return builder.bitcast(load(builder, base, at, WORDS), PAIRS)
             # Whole numbers below 256 have nothing in the half of a float that bfloat16 drops.
             first, second = (builder.bitcast(x, WORDS) for x in _bytes(builder, base, at, 2))
             low = builder.lshr(first, ir.Constant(WORDS, [16] * LANES))
@@ -213,7 +287,7 @@ def element_steps(
     return (
         lambda base, at: _halves(builder, both(base, at), element),
         lambda base, at: (
-            _bytes(builder, base, at, 2) if small else _halves(builder, _load(builder, base, at, WORDS), element)
+            _bytes(builder, base, at, 2) if small else _halves(builder, load(builder, base, at, WORDS), element)
         ),
         lambda total, a, b: _fma(builder, a[1], b[1], _fma(builder, a[0], b[0], total)),
     )
@@ -232,7 +306,7 @@ def _halves(builder: Any, words: Any, element: Any) -> tuple[Any, Any]:
 
 def _bytes(builder: Any, base: Any, at: Any, inner: int) -> tuple[Any, ...]:
     """The first and the second of `inner` int8 that lie side by side in each lane, as floats."""
-    line = _load(builder, base, at, ir.VectorType(ir.IntType(8 * inner), LANES))
+    line = load(builder, base, at, ir.VectorType(ir.IntType(8 * inner), LANES))
     words = builder.sext(line, WORDS)
     if inner == 1:
         return (builder.sitofp(words, FLOATS),)
@@ -254,8 +328,8 @@ def _pointers(context: Any, builder: Any, signature: Any, arguments: Any) -> lis
     ]
 
 
-def word(value: int) -> ir.Constant:
-    return ir.Constant(I64, value)
+def _address(builder: Any, base: Any, at: Any) -> Any:
+    return builder.ptrtoint(builder.gep(base, [at]), I64)
 
 
 def _plus(builder: Any, value: Any, offset: int) -> Any:
@@ -265,14 +339,6 @@ def _plus(builder: Any, value: Any, offset: int) -> Any:
 def _splat(builder: Any, value: Any, kind: Any) -> Any:
     single = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(I32, 0))
     return builder.shuffle_vector(single, single, ir.Constant(WORDS, [0] * LANES))
-
-
-def _load(builder: Any, base: Any, at: Any, kind: Any) -> Any:
-    return builder.load(builder.bitcast(builder.gep(base, [at]), kind.as_pointer()), align=1)
-
-
-def store(builder: Any, base: Any, at: Any, value: Any) -> None:
-    builder.store(value, builder.bitcast(builder.gep(base, [at]), value.type.as_pointer()), align=4)
 
 
 def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:

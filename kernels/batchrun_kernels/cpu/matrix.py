@@ -1,0 +1,150 @@
+"""Matrix products of bfloat16 activations with packed weights, on processors with AMX.
+
+For up to some 16 rows a product is bound by reading its weights, and a library call by its own overhead. What follows a
+product elementwise (bias, residual, gated activation) is done while its results are in the cache.
+
+The weights are as oneDNN lays them out for the same unit, so one copy serves both: W [N, K] in panels of 32 output
+features, each panel [K / 2, 32, 2].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from batchrun_kernels.cpu.amx import (
+    COLUMNS,
+    LINE,
+    ROWS,
+    STEP,
+    TILE,
+    has_matrix_unit,
+    multiply,
+    release_tiles,
+    set_shapes,
+)
+from batchrun_kernels.cpu.emit import FLOATS, I16, I32, LANES, BFloat, load, store, word
+from batchrun_kernels.cpu.layer import gated_gelu_tanh, gated_silu
+from batchrun_kernels.cpu.product import NONE, SILU
+
+PANEL = COLUMNS  # output features whose sums are in tiles at once
+PANEL_BYTES = 4 * PANEL  # of a row of sums
+HALVES, WORDS = ir.VectorType(I16, LANES), ir.VectorType(I32, LANES)
+# Lines of the coming panel to fetch in a step: with one tile of rows all of it, with many there is time enough.
+WHOLE, SOME = 2 * TILE, 4
+
+
+def can_read(dtype: torch.dtype, features: int, depth: int) -> bool:
+    """Whether `product` may take a packed weight [features, depth]: its shape has no padding, and the processor can."""
+    return dtype == torch.bfloat16 and features % PANEL == 0 and depth % STEP == 0 and has_matrix_unit()
+
+
+@njit(nogil=True, cache=True, fastmath=True, error_model="numpy")
+def product(x, x_stride, rows, depth, w, bias, add, out, features, kind):
+    """out [rows, features] = x [rows, depth] W^T + bias + add, all bfloat16 at addresses, x_stride in elements.
+
+    W [features, depth] is packed; features and depth must be multiples of 32. bias and add may be 0 for none. With
+    `kind` SILU or GELU_TANH, W is [2 features, depth], gates first, and out = act(gates) * ups. Sums are float32,
+    rounded once. FLOPs: 2 rows x depth x rows of W; bytes: W once, x once for each panel from the cache.
+    """
+    if rows == 0:
+        return
+    room = np.empty(2 * ROWS * PANEL + LINE // 4, dtype=np.float32)
+    room = room[-(room.ctypes.data // 4) % (LINE // 4) :]  # tiles are stored in whole cache lines
+    gates, ups = room[: ROWS * PANEL], room[ROWS * PANEL : 2 * ROWS * PANEL]
+    blocks = (rows + ROWS - 1) // ROWS
+    count = (rows + blocks - 1) // blocks  # of rows in each block: the last may take some of the one before again
+    upper = count if count <= TILE else (count + 1) // 2
+    set_shapes(upper, count - upper)
+    panel_bytes, width = 2 * depth * PANEL, 2 * features
+    for panel in range(features // PANEL):
+        place, column = w + panel * panel_bytes, 2 * panel * PANEL
+        up = place + features // PANEL * panel_bytes
+        for block in range(blocks):
+            start = min(block * count, rows - count)
+            row, ahead = x + 2 * start * x_stride, panel_bytes + block * (panel_bytes // blocks)
+            _multiply(row, x_stride, place, depth, gates, upper, count, ahead)
+            if kind != NONE:
+                _multiply(row, x_stride, up, depth, ups, upper, count, ahead)
+            if bias:
+                for i in range(count):
+                    add_row(gates.ctypes.data + i * PANEL_BYTES, bias + column)
+                    if kind != NONE:
+                        add_row(ups.ctypes.data + i * PANEL_BYTES, bias + width + column)
+            if kind != NONE:
+                _gate(gates[: count * PANEL], ups[: count * PANEL], kind)
+            target, other = out + start * width + column, add + start * width + column
+            for i in range(count):
+                values = gates.ctypes.data + i * PANEL_BYTES
+                if add:
+                    add_row(values, other + i * width)
+                round_row(values, target + i * width)
+    release_tiles()
+
+
+@njit(inline="always")
+def _multiply(x, x_stride, w, depth, sums, upper, count, ahead):
+    """Sums of `count` rows, the first `upper` of them in the first tile; `ahead` is the distance of what comes next."""
+    at, stride = sums.ctypes.data, 2 * x_stride
+    strides = (stride, 4 * PANEL, PANEL_BYTES)
+    lower, lower_at = x + upper * stride, at + upper * PANEL_BYTES
+    if count > upper:
+        multiply(x, lower, w, at, lower_at, strides, depth // STEP, w + ahead, SOME, 2)
+    else:
+        multiply(x, lower, w, at, lower_at, strides, depth // STEP, w + ahead, WHOLE, 1)
+
+
+@njit(inline="always", fastmath=True, error_model="numpy")
+def _gate(gates, ups, kind):
+    if kind == SILU:
+        for i in range(gates.shape[0]):
+            gates[i] = gated_silu(gates[i], ups[i])
+    else:
+        for i in range(gates.shape[0]):
+            gates[i] = gated_gelu_tanh(gates[i], ups[i])
+
+
+@intrinsic
+def add_row(context, sums, other):
+    """float32 [32] at `sums` += bfloat16 [32] at `other`."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        target, source = _pointers(builder, arguments)
+        for first in range(0, PANEL, LANES):
+            halves = load(builder, source, word(first), HALVES)
+            wide = builder.shl(builder.zext(halves, WORDS), ir.Constant(WORDS, [16] * LANES))
+            total = builder.fadd(load(builder, target, word(first), FLOATS), builder.bitcast(wide, FLOATS))
+            store(builder, target, word(first), total)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def round_row(context, sums, out):
+    """bfloat16 [32] at `out` = float32 [32] at `sums`, rounded to nearest, ties to even."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        source, target = _pointers(builder, arguments)
+        kind = ir.FunctionType(ir.VectorType(BFloat(), LANES), [FLOATS])
+        convert = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.cvtneps2bf16.512")
+        for first in range(0, PANEL, LANES):
+            halves = builder.call(convert, [load(builder, source, word(first), FLOATS)])
+            store(builder, target, word(first), builder.bitcast(halves, HALVES))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+def _pointers(builder: Any, arguments: Any) -> tuple[Any, Any]:
+    """Floats at the first address, halves at the second."""
+    return (
+        builder.inttoptr(arguments[0], ir.FloatType().as_pointer()),
+        builder.inttoptr(arguments[1], I16.as_pointer()),
+    )
