@@ -11,10 +11,11 @@ import numpy as np
 import torch
 
 from batchrun.engine.batch import Batch
-from batchrun.engine.constraints import Constraint, Constraints, Masks
+from batchrun.engine.constraints import Constraints, Masks
 from batchrun.engine.continuations import open_scoring
 from batchrun.engine.deltas import Piece, PieceWriter
 from batchrun.engine.detokenizer import StopMatcher, whole_characters
+from batchrun.engine.forms import End, Forms
 from batchrun.engine.kv_cache import BlockPool, block_hashes, root
 from batchrun.engine.likelihoods import score_step
 from batchrun.engine.logits import edit_logits, without_choice
@@ -27,9 +28,6 @@ from batchrun.engine.sequence import Sequence
 from batchrun.engine.thinking import Thinkers, Thinking
 from batchrun.engine.token_rules import RuleBook
 from batchrun.errors import ErrorType
-
-# How a row ended: (text if it differs from what its tokens decode to, what stopped it, finish reason).
-_End = tuple[str | None, str | int | None, str]
 
 
 @dataclass(slots=True)
@@ -79,8 +77,8 @@ class Engine:
         self._thinkers = Thinkers(tokenizer)
         self._refused: list[Completion] = []
         self._num_added = 0
-        self._num_forced = 0
         self.constraints = Constraints(tokenizer, model.vocab_size, eos_ids)
+        self._forms = Forms(self.constraints, self.rules, self.scheduler.slots)
 
     def add(self, request: Request) -> None:
         """Queue a request. One that can never run comes back from the next step with finish_reason "error".
@@ -104,7 +102,7 @@ class Engine:
             thinking = self._thinkers.open(params.reasoning, given, decide_at_once=constrained)
         try:
             # The form is that of the answer: it says nothing of what comes before.
-            constraint, opening = self._constrain(params, max_total - len(given) if thinking is None else 0)
+            constraint, opening = self._forms.open(params, max_total - len(given) if thinking is None else 0)
         except ValueError as error:
             self._refused.append(refusal(request, "constraint_error", str(error)))
             return
@@ -173,7 +171,7 @@ class Engine:
         refused, self._refused = self._refused, []
         if batch is None:
             return refused
-        masks = self._begin_masks(batch)
+        masks = self._forms.begin_masks(batch)
         hidden = self.model.hidden(batch)
         next_tokens = self._sample(batch, self.model.logits(hidden, batch.logits_index), masks)
         self.scheduler.advance(batch, next_tokens)
@@ -200,26 +198,6 @@ class Engine:
 
     def close(self) -> None:
         """Nothing to end: the engine lives in this process."""
-
-    def _constrain(self, params: SamplingParams, room: int) -> tuple[Constraint | None, list[int]]:
-        """The form of a row's text, and the tokens that it begins with whatever the model says. Raises ValueError."""
-        if params.structured_outputs is None:
-            return None, []
-        # The row's own rules may forbid a token that must come, and log-probabilities are of each token.
-        fast_forward = params.logprobs is None and self.rules.of(params) is None
-        constraint = self.constraints.open(params.structured_outputs, fast_forward)
-        # A row with stops of its own may end at any token, and so gets them in steps.
-        opening = [] if params.stop or params.stop_token_ids else constraint.opening(room - 1)
-        self._num_forced += len(opening)
-        return constraint, opening
-
-    def _begin_masks(self, batch: Batch) -> Masks | None:
-        """Start to compute, beside the model, what rows of the step may say."""
-        slots, rows = self.scheduler.slots, batch.slots[batch.sampled]
-        constrained = np.flatnonzero(slots.constrained[rows])
-        if not len(constrained):
-            return None
-        return self.constraints.begin(constrained, [self._constraint(slot) for slot in rows[constrained]])
 
     @torch.inference_mode()
     def _sample(self, batch: Batch, logits: Any, masks: Masks | None) -> np.ndarray:
@@ -272,45 +250,27 @@ class Engine:
                 finished.append(self._fail(slot))
                 continue
             follows = slots.constrained[slot]  # which the end of its thinking changes
-            ended: _End | None = (None, token, "stop") if at_eos[i] else self._find_stop(slot, token)
+            ended: End | None = (None, token, "stop") if at_eos[i] else self._find_stop(slot, token)
             if follows:
-                ended = self._follow(slot, token, ended)
+                ended = self._forms.follow(slot, token, ended, self._find_stop)
             if ended is None and (repeats[i] or slots.num_tokens[slot] >= slots.max_total[slot]):
                 ended = (None, None, "repetition" if repeats[i] else "length")
             if ended is not None:
                 finished.append(self._finish(slot, *ended))
         return finished
 
-    def _follow(self, slot: int, token: int, ended: _End | None) -> _End | None:
-        """Whether the form of the row's text ends it with this token; if not, append the tokens that must follow."""
-        slots, constraint = self.scheduler.slots, self._constraint(slot)
-        constraint.take(token)
-        if ended is None:
-            forced = constraint.forced(int(slots.max_total[slot] - slots.num_tokens[slot]))
-            stops = (self._find_stop(slot, token) for token in forced) if slots.watched[slot] else ()
-            count, ended = next(((n, end) for n, end in enumerate(stops, 1) if end is not None), (len(forced), None))
-            slots.append(slot, forced[:count])
-            self._num_forced += count
-        if constraint.error:
-            return None, None, "error"
-        if ended is None and constraint.complete:
-            return None, None, "stop"
-        if ended is None and slots.num_tokens[slot] >= slots.max_total[slot]:
-            return None, None, "length"
-        return ended
-
     def _score(self, batch: Batch, hidden: Any) -> list[Completion]:
         """Note what the step tells of given tokens; rows end that have all they asked for and generate nothing."""
         return [self._finish_scored(slot) for slot in score_step(self.model, self.scheduler.slots, batch, hidden)]
 
-    def _find_stop(self, slot: int, token: int) -> _End | None:
+    def _find_stop(self, slot: int, token: int) -> End | None:
         """Whether the row's own stops end it with this token."""
         sequence = self._sequence(slot)
         if sequence.thinking is not None and not sequence.thinking.over:
             return self._think(slot, sequence, sequence.thinking, token)
         return self._match_stop(sequence, token)
 
-    def _think(self, slot: int, sequence: Sequence, thinking: Thinking, token: int) -> _End | None:
+    def _think(self, slot: int, sequence: Sequence, thinking: Thinking, token: int) -> End | None:
         """Take a token before the answer, and end the thinking if it has had its tokens."""
         slots, params = self.scheduler.slots, sequence.request.params
         answer = thinking.add(token)
@@ -335,7 +295,7 @@ class Engine:
                 return None
         return next((end for each in answer if (end := self._match_stop(sequence, each)) is not None), None)
 
-    def _match_stop(self, sequence: Sequence, token: int) -> _End | None:
+    def _match_stop(self, sequence: Sequence, token: int) -> End | None:
         if token in sequence.request.params.stop_token_ids:
             return None, token, "stop"
         match = None if sequence.stops is None else sequence.stops.add(token)
@@ -453,7 +413,7 @@ class Engine:
                 seconds=seconds,
                 tokens=batch.num_tokens,
                 sampled=len(batch.sampled),
-                forced=self._num_forced,
+                forced=self._forms.take_forced(),
                 running=len(batch.slots),
                 waiting=len(scheduler.waiting),
                 kv_used=1 - self.pool.num_free / self.pool.num_blocks,
@@ -462,17 +422,12 @@ class Engine:
                 preemptions=scheduler.num_preemptions,
             )
         )
-        self.last_step, self._num_forced = self._steps[-1], 0
+        self.last_step = self._steps[-1]
 
     def _sequence(self, slot: int) -> Sequence:
         sequence = self.scheduler.slots.sequences[slot]
         assert sequence is not None
         return sequence
-
-    def _constraint(self, slot: int) -> Constraint:
-        constraint = self._sequence(slot).constraint
-        assert constraint is not None
-        return constraint
 
 
 def row_seed(seed: int, *identity: object) -> int:
