@@ -26,7 +26,7 @@ from omegaconf.errors import GrammarParseError, InterpolationResolutionError, Om
 from batchrun.assets import asset, cache_folder
 from batchrun.config import Config
 from batchrun.errors import ConfigError
-from batchrun.overrides import GROUPS, PROMPT_SOURCES, decode, encode, split_list, suggest, translate
+from batchrun.overrides import GROUPS, PROMPT_SOURCES, decode, emptied, encode, split_list, suggest, translate
 
 SEARCH_PATH = "hydra.searchpath"
 
@@ -52,7 +52,11 @@ def compose_config(arguments: Sequence[str], config_dir: Path | None = None) -> 
     with _explained(), _hydra(_template_folders(places)) as loader:
         extra = [f"{SEARCH_PATH}=[{','.join(map(encode, places))}]"]
         options = {group: _options(loader, group, extra) for group in ("job", *GROUPS)}
-        config = _as_dataclass(compose("config", overrides=[*extra, *translate(arguments, options)]))
+        composed = compose("config", overrides=[*extra, *translate(arguments, options)])
+        for key, names in emptied(arguments).items():
+            kept = {name: value for name, value in (OmegaConf.select(composed, key) or {}).items() if name in names}
+            OmegaConf.update(composed, key, kept, merge=False)
+        config = _as_dataclass(composed)
     typed = {argument.partition("=")[0].lstrip("+") for argument in arguments}
     _find_templates(config, _template_folders(places), typed)
     return config

@@ -90,18 +90,34 @@ def _print_prompt(job: Job, source: str, number: int, prompt: Prompt) -> None:
         print(f"{'skipped: ' if prompt.skipped else ''}{prompt.error_type}: {prompt.error}")
     elif prompt.ids:
         print(job.tokenizer.decode(prompt.ids, skip_special_tokens=False))
+        for number, later in enumerate(_later(prompt), 2):
+            print(f"--- its prompt {number}, with made-up answers: {len(later.ids):,} tokens")
+            wrong = f"{later.error_type}: {later.error}"
+            print(wrong if later.error_type else job.tokenizer.decode(later.ids, skip_special_tokens=False))
         for ids in prompt.continuations[:SHOWN_CONTINUATIONS]:
             print(f"-> {job.tokenizer.decode(ids, skip_special_tokens=False)!r}: {len(ids)} tokens to score")
         if len(prompt.continuations) > SHOWN_CONTINUATIONS:
             print(f"-> and {len(prompt.continuations) - SHOWN_CONTINUATIONS} more")
 
 
+def _later(prompt: Prompt) -> Iterator[Prompt]:
+    """What the row asks after this prompt, up to one that fails, with words in the place of the answers."""
+    answers: list[str] = []
+    later: Prompt | None = prompt
+    while later is not None and later.error_type is None and later.follow is not None:
+        answers.append(f"[answer {len(answers) + 1}]")
+        later = later.follow(answers)
+        if later is not None:
+            yield later
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What the prompts of some rows, taken from all over the input, look like."""
+    """What the prompts of some rows, taken from all over the input, look like: all that each row asks."""
 
     lengths: np.ndarray  # int64 [n], ascending
     unusable: int  # rows that make no prompt
+    per_row: float  # prompts that a usable row asks
     shared: float  # share of the prompts' tokens that repeat the beginning of another sampled prompt
 
     @property
@@ -115,9 +131,11 @@ def _sample(job: Job) -> Sample:
     per_place = -(-SAMPLED_ROWS // len(chosen))
     heads = (dataclasses.replace(chunk, stop=min(chunk.stop, chunk.start + per_place)) for chunk in chosen)
     prompts = [prompt for _, _, batch in _prompts(job, heads) for prompt in batch]
-    usable = sorted(prompt.ids for prompt in prompts if prompt.error_type is None)
-    lengths = np.sort(np.array([len(ids) for ids in usable], dtype=np.int64))
-    return Sample(lengths, len(prompts) - len(usable), _shared_tokens(usable) / max(int(lengths.sum()), 1))
+    rows = [[prompt, *_later(prompt)] for prompt in prompts if prompt.error_type is None]
+    asked = sorted(prompt.ids for row in rows for prompt in row if prompt.error_type is None)
+    lengths = np.sort(np.array([len(ids) for ids in asked], dtype=np.int64))
+    shared = _shared_tokens(asked) / max(int(lengths.sum()), 1)
+    return Sample(lengths, len(prompts) - len(rows), len(asked) / max(len(rows), 1), shared)
 
 
 def _shared_tokens(prompts: Sequence[list[int]]) -> int:
@@ -137,7 +155,9 @@ def _print_lengths(sample: Sample, rows: int) -> None:
         f"longest {lengths[-1]:,}; {sample.shared:.0%} of them in prefixes that prompts share"
     )
     unusable = f", {sample.unusable:,} of them unusable" if sample.unusable else ""
-    print(f"{'':<12}({len(lengths) + sample.unusable:,} of {rows:,} rows sampled{unusable})")
+    sampled = round(len(lengths) / sample.per_row) + sample.unusable
+    several = f", each with {sample.per_row:.3g} prompts, short words for answers" if sample.per_row != 1 else ""
+    print(f"{'':<12}({sampled:,} of {rows:,} rows sampled{unusable}{several})")
     counts, edges = np.histogram(lengths, bins=min(HISTOGRAM_BINS, int(lengths[-1] - lengths[0]) + 1))
     for i in range(len(counts)):
         bar = "#" * round(40 * counts[i] / counts.max())
@@ -160,7 +180,9 @@ def _print_memory(job: Job, sample: Sample) -> None:
         blocks = count * blocks_for(layout.groups, engine.block_size, longest)
         print(f"{'':<12}{count} x {longest:,} tokens take {blocks * per_block / GIB:.2f} GiB")
     budget = kv_budget(engine, layout, dtype, longest, device)
-    per_row = min(int(sample.mean or longest) + job.task.max_tokens, longest)
+    # A conversation ends with all of its answers in it.
+    answers = max(round(sample.per_row), 1) if job.config.prompt.turns else 1
+    per_row = min(int(sample.mean or longest) + answers * job.task.max_tokens, longest)
     room = int(budget // per_block) // blocks_for(layout.groups, engine.block_size, per_row)
     fit = min(engine.max_num_seqs, room)
     print(
@@ -177,10 +199,10 @@ def _print_time(job: Job, sample: Sample) -> None:
     device = choose_device(config.model.device)
     dtype = choose_dtype(config.model.dtype, job.checkpoint, device)
     parameters, rate = count_parameters(job.checkpoint, job.task.purpose), matmul_rate(dtype, device)
-    prompts = int(sample.mean * job.plan.rows)
+    prompts = int(sample.mean * sample.per_row * job.plan.rows)
     caches, generates = job.task.pooler is None and config.engine.prefix_caching, job.task.max_tokens > 0
     computed = int(prompts * (1 - sample.shared)) if caches else prompts
-    most = job.task.max_tokens * job.plan.results
+    most = int(job.task.max_tokens * sample.per_row * job.plan.results)
     least, longest = (2 * parameters * tokens / rate for tokens in (computed, computed + most))
     answers = f"; at most {most:,} to generate" if generates else ""
     print(f"{'tokens':<12}about {prompts:,} in prompts, {computed:,} of them to compute{answers}")

@@ -45,6 +45,7 @@ TEXT_KEYS = frozenset(
     }
 )
 PROMPT_SOURCES = ("prompt.template", "prompt.template_file", "prompt.messages", "prompt.prompt_ids")
+SEVERAL_PROMPTS = "prompt.prompts"  # another source, a setting for each of its names
 GROUP_KEYS = {"input": "input.path", "output": "output.path"}
 QUOTED = re.compile(r"""(['"])((?:\\.|(?!\1).)*)\1""", re.DOTALL)
 
@@ -102,13 +103,33 @@ def translate(arguments: Iterable[str], options: Mapping[str, Sequence[str]]) ->
     """
     pairs = [_split(argument, options) for argument in arguments]
     found = [_translate(pair, options) for pair in pairs]
-    given = {pair.key: pair.value for pair in pairs if pair.key in PROMPT_SOURCES}
+    given = {pair.key: pair.value for pair in pairs if _is_source(pair)}
     if not given and any(pair in (Override("input", "openai"), Override("input.format", "openai")) for pair in pairs):
         given["prompt.messages"] = "messages"
         found.append("prompt.messages=messages")
     if any(value != "null" for value in given.values()):
         found += [f"{key}=null" for key in PROMPT_SOURCES if key not in given]
     return found
+
+
+def emptied(arguments: Iterable[str]) -> dict[str, set[str]]:
+    """Settings with names of their own that are to lose those which files have, and the names that were typed.
+
+    They are those that are typed as `{}`, and the several prompts if another source of the prompt is typed.
+    """
+    pairs = [Override(key.lstrip("+").strip(), value) for key, _, value in (word.partition("=") for word in arguments)]
+    keys = {key for key, value in pairs if value.strip() == "{}" and typing.get_origin(LEAVES.get(key)) is dict}
+    sources = {key for key, value in pairs if key in PROMPT_SOURCES and value != "null"}
+    if sources or Override("input", "openai") in pairs or Override("input.format", "openai") in pairs:
+        keys.add(SEVERAL_PROMPTS)
+    return {
+        parent: {key.removeprefix(f"{parent}.") for key, _ in pairs if key.startswith(f"{parent}.")} for parent in keys
+    }
+
+
+def _is_source(pair: Override) -> bool:
+    several = pair.key == SEVERAL_PROMPTS and pair.value.strip() != "{}"
+    return pair.key in PROMPT_SOURCES or several or pair.key.startswith(f"{SEVERAL_PROMPTS}.")
 
 
 def _split(argument: str, options: Mapping[str, Sequence[str]]) -> Override:

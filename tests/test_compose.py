@@ -130,3 +130,24 @@ def test_plan_and_preview_need_no_output():
 def test_template_folders_end_with_the_shipped_jobs(own: Path):
     assert template_folders() == [asset("jobs")]
     assert template_folders(own) == [own / "job", asset("jobs")]
+
+
+def test_a_prompt_that_is_typed_replaces_the_several_of_the_job() -> None:
+    for words, source in (
+        (["prompt.template=x"], ("x", None)),
+        (["prompt.messages=said"], (None, "said")),
+        (["input=openai"], (None, "messages")),
+    ):
+        prompt = compose_config(["job=judge", *words]).prompt
+        assert (dict(prompt.prompts), (prompt.template, prompt.messages)) == ({}, source)
+    several = compose_config(["job=generate", "prompt.prompts.a=x", "prompt.prompts.b=y"]).prompt
+    assert (several.prompts, several.template_file) == ({"a": "x", "b": "y"}, None)
+    one = compose_config(["job=judge", "prompt.prompts.a_first=x"]).prompt
+    assert list(one.prompts) == ["a_first", "b_first"]
+    assert one.prompts["a_first"] == "x"
+
+
+def test_braces_empty_what_a_job_has_named() -> None:
+    config = compose_config(["job=judge", "output.derived={}", "output.derived.mine=x", "prompt.variables={}"])
+    assert config.output.derived == {"mine": "x"}
+    assert compose_config(["job=translate", "prompt.variables={}"]).prompt.variables == {}

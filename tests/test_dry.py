@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from batchrun import dry
+from tests.engine.families import make_model
 from tests.test_runner import job, words, write_input
 
 LLAMA_2_7B = {
@@ -41,6 +43,11 @@ GEMMA_3_1B = {
     "vocab_size": 262144,
     "torch_dtype": "bfloat16",
 }
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
 
 
 @pytest.fixture
@@ -116,3 +123,26 @@ def test_preview_of_no_rows(smollm2: Path, tmp_path: Path, capsys: pytest.Captur
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "in" / "a.parquet")
     assert dry.preview(job(smollm2, tmp_path / "in", tmp_path / "out")) == 0
     assert "no rows" in capsys.readouterr().out
+
+
+def test_later_prompts_of_a_row_are_shown_and_counted(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_input(tmp_path / "in", ["w5 w6", "w7 w8 w9"])
+    chat = "{% for m in messages %}{{ m.content }} {% endfor %}{% if add_generation_prompt %}w4{% endif %}"
+    talk: dict[str, Any] = {"prompt__kind": "chat", "prompt__chat_template": chat}
+    config = job(tiny, source, tmp_path / "out", prompt__turns=["w20 w21 {{ answers[0] | length }}"], **talk)
+    assert dry.preview(config) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("--- its prompt 2, with made-up answers: ") == 2
+    assert "w20 w21" in shown
+    assert dry.plan(config) == 0
+    planned = capsys.readouterr().out
+    assert "(2 of 2 rows sampled, each with 2 prompts, short words for answers)" in planned
+    assert f"at most {2 * 2 * 6} to generate" in planned
+    prompts = {"a": "w5 {{ text }}", "b": "{{ answers.a | int }} {{ text.nothing.more }}"}
+    config = job(tiny, source, tmp_path / "out", prompt__prompts=prompts, prompt__template=None)
+    assert dry.preview(config) == 0
+    assert capsys.readouterr().out.count("\ntemplate_error: prompt.prompts.b: ") == 2
+    assert dry.plan(config) == 0
+    assert "(2 of 2 rows sampled)" in capsys.readouterr().out
