@@ -7,14 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from batchrun_kernels.act_and_mul import act_and_mul
+from batchrun_kernels.decode_plan import plan_decode
 from batchrun_kernels.gather_last import feed_tokens, gather_last, note_tokens
+from batchrun_kernels.merge_runs import merge_runs
+from batchrun_kernels.paged import FP8, KvPages, Rows, Scoring
 from batchrun_kernels.paged_decode import paged_decode
+from batchrun_kernels.paged_prefill import PrefillPlan, block_m_of, paged_prefill
 from batchrun_kernels.penalise import count_tokens, penalise
+from batchrun_kernels.prefix_group import Groups, plan_prefix, prefix_group
 from batchrun_kernels.reshape_and_cache import reshape_and_cache
 from batchrun_kernels.rms_norm import add_rms_norm, rms_norm
 from batchrun_kernels.rope_and_cache import HeadNorm, Pages, rope, rope_and_cache
@@ -27,31 +33,53 @@ def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _decode(
-    heads: int,
-    kv_heads: int,
-    dk: int,
-    dv: int,
-    *,
-    block_size: int = 64,
-    num_splits: int = 1,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: bool = False,
-    dtype: torch.dtype = torch.bfloat16,
-) -> None:
-    paged_decode(
-        _meta(32, heads, dk, dtype=dtype),
-        _meta(512, block_size, kv_heads, dk, dtype=dtype),
-        _meta(512, block_size, kv_heads, dv, dtype=dtype),
-        _meta(32, 64, dtype=torch.int32),
-        _meta(32, dtype=torch.int32),
-        scale=dk**-0.5,
-        num_splits=num_splits,
-        window=window,
-        softcap=softcap,
-        sinks=_meta(heads) if sinks else None,
-    )
+def _pages(kv_heads: int, dk: int, dv: int, dtype: torch.dtype, block_size: int = 64) -> KvPages:
+    return KvPages(_meta(512, block_size, kv_heads, dk, dtype=dtype), _meta(512, block_size, kv_heads, dv, dtype=dtype))
+
+
+def _rows() -> Rows:
+    return Rows(_meta(32, 64, dtype=torch.int32), *(_meta(32, dtype=torch.int32) for _ in range(3)))
+
+
+class _Attention(NamedTuple):
+    """A layer whose attention kernels are to be compiled."""
+
+    heads: int
+    kv_heads: int
+    dk: int
+    dv: int
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    block_size: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    kv_dtype: torch.dtype | None = None
+
+    def inputs(self) -> tuple[Tensor, KvPages, Rows, Scoring]:
+        pages = _pages(self.kv_heads, self.dk, self.dv, self.kv_dtype or self.dtype, self.block_size)
+        scoring = Scoring(self.dk**-0.5, self.window, self.softcap, _meta(self.heads) if self.sinks else None)
+        return _meta(2048, self.heads, self.dk, dtype=self.dtype), pages, _rows(), scoring
+
+    def decode(self, queries: int = 1) -> None:
+        q, pages, rows, scoring = self.inputs()
+        plan = plan_decode([4096] * 32, [queries] * 32, self.heads, pages, q.element_size(), num_sms=132)
+        paged_decode(q, pages, rows._replace(first_keys=rows.seq_lens), scoring, plan)
+
+    def prefill(self) -> None:
+        plan = PrefillPlan(_meta(64, 2, dtype=torch.int32), block_m_of(max(self.dk, self.dv), self.dtype.itemsize))
+        paged_prefill(*self.inputs(), plan)
+
+    def prefix(self) -> None:
+        q, pages, rows, scoring = self.inputs()
+        plan = plan_prefix([4096], [64], self.heads, pages, q.element_size(), num_sms=132)
+        tokens = _meta(64, dtype=torch.int32)
+        groups = Groups(rows.block_tables, rows.seq_lens, _meta(33, dtype=torch.int32), tokens, tokens)
+        prefix_group(q, pages, groups, scoring, plan)
+
+
+def _merge() -> None:
+    lse, run_lse, runs = (_meta(*shape, dtype=torch.float32) for shape in ((256, 32), (64, 32, 8), (64, 32, 8, 128)))
+    merge_runs(_meta(256, 32, 128), lse, _meta(64, dtype=torch.int32), runs, run_lse)
 
 
 def _cache(heads: int, dk: int, dv: int) -> None:
@@ -99,6 +127,10 @@ def _sample(dtype: torch.dtype) -> None:
 def cases() -> dict[str, Callable[[], object]]:
     """The launches to compile, by name: each dtype path, each head size and each flag of the kernels at least once."""
     x = _meta(256, 4096)
+    plain, latent = _Attention(32, 8, 128, 128), _Attention(64, 4, 192, 128)
+    gpt_oss = _Attention(64, 8, 64, 64, window=128, sinks=True)
+    gemma2 = _Attention(16, 8, 256, 256, window=4096, softcap=50.0)
+    narrow = _Attention(32, 32, 80, 80, dtype=torch.float16)
     return {
         "norm 4096": partial(rms_norm, x, _meta(4096), 1e-6),
         "norm 4096 add": partial(add_rms_norm, x, x, _meta(4096), 1e-6),
@@ -116,22 +148,38 @@ def cases() -> dict[str, Callable[[], object]]:
         "gather 4096": partial(gather_last, x, _meta(64, dtype=torch.int64)),
         "sample bfloat16": partial(_sample, torch.bfloat16),
         "sample float32": partial(_sample, torch.float32),
-        "decode 128 split": partial(_decode, 32, 8, 128, 128, num_splits=8),
-        "decode 128 page 16": partial(_decode, 32, 8, 128, 128, block_size=16),
-        "decode 64 sinks window": partial(_decode, 64, 8, 64, 64, sinks=True, window=128),
-        "decode 80": partial(_decode, 32, 32, 80, 80),
-        "decode 192/128": partial(_decode, 64, 4, 192, 128),
-        "decode 256 softcap": partial(_decode, 16, 8, 256, 256, softcap=50.0, window=4096),
-        "decode 256 group 71": partial(_decode, 71, 1, 256, 256),
-        "decode 128 float32": partial(_decode, 32, 8, 128, 128, dtype=torch.float32),
+        "decode 128 queries": partial(plain.decode, 8),
+        "decode 128 page 16": plain._replace(block_size=16).decode,
+        "decode 64 sinks window": gpt_oss.decode,
+        "decode 80": narrow.decode,
+        "decode 192/128": latent.decode,
+        "decode 256 softcap window": gemma2.decode,
+        "decode 128 fp8": plain._replace(kv_dtype=FP8).decode,
+        "decode 128 fp8 bits": plain._replace(kv_dtype=torch.uint8).decode,
+        "decode 128 float32": plain._replace(dtype=torch.float32).decode,
+        "merge 8x128": _merge,
+        "prefix 128": plain.prefix,
+        "prefix 256 softcap window": gemma2.prefix,
+        "prefill 128": plain.prefill,
+        "prefill 64 sinks window": gpt_oss.prefill,
+        "prefill 192/128": latent.prefill,
+        "prefill 256 softcap window": gemma2.prefill,
+        "prefill 128 fp8 bits": plain._replace(kv_dtype=torch.uint8).prefill,
     }
+
+
+def targets_of(case: str) -> tuple[str, ...]:
+    """All targets; prompts in their less common forms for one, since they take long, and fp8 as a type where it is."""
+    if case.startswith("pref") and not case.endswith(" 128"):
+        return ("sm_90",)
+    return tuple(target for target in TARGETS if not (case.endswith("fp8") and target == "sm_80"))
 
 
 def compile_all() -> Iterator[tuple[str, Resources]]:
     """Compiles each case for each target, one (case, resources) per launch."""
     for name, call in cases().items():
         for launch in record(call):
-            for target in TARGETS:
+            for target in targets_of(name):
                 yield name, compile_launch(launch, target)
 
 

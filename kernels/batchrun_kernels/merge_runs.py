@@ -15,87 +15,91 @@ from batchrun_kernels.cost import Cost
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-CHUNK = 8  # runs that the kernel loads at once
 
 
 @triton.jit
 def _merge_kernel(
+    out_ptr,
+    lse_ptr,
+    tokens_ptr,
     runs_ptr,
     run_lse_ptr,
-    out_ptr,
-    lse_ptr,  # None: not wanted
     out_stride,
     out_head_stride,
     RUNS: tl.constexpr,
-    RUNS_PAD: tl.constexpr,
-    CHUNK: tl.constexpr,
     DV: tl.constexpr,
     DV_PAD: tl.constexpr,
 ):
     head = tl.program_id(0)
-    sequence = tl.program_id(1).to(tl.int64)
-    row = sequence * tl.num_programs(0) + head
-    every = tl.arange(0, RUNS_PAD)
-    lses = tl.load(run_lse_ptr + row * RUNS + every, mask=every < RUNS, other=-float("inf"))
-    peak = tl.max(lses, 0)
-    peak = tl.where(peak == -float("inf"), 0.0, peak)
-    total = tl.sum(tl.exp2((lses - peak) * LOG2E), 0)
+    heads = tl.num_programs(0)
+    place = tl.program_id(1).to(tl.int64)
+    token = tl.load(tokens_ptr + place).to(tl.int64)
+    row = (place * heads + head) * RUNS
     dv = tl.arange(0, DV_PAD)
-    acc = tl.full([DV_PAD], 0.0, tl.float32)
-    for start in range(0, RUNS, CHUNK):
-        run = start + tl.arange(0, CHUNK)
-        lse = tl.load(run_lse_ptr + row * RUNS + run, mask=run < RUNS, other=-float("inf"))
-        mask = (lse != -float("inf"))[:, None] & (dv[None, :] < DV)  # a run without keys wrote no output
-        partial = tl.load(runs_ptr + (row * RUNS + run)[:, None] * DV + dv[None, :], mask=mask, other=0.0)
-        acc += tl.sum(tl.exp2((lse - peak) * LOG2E)[:, None] * partial, 0)
+    one = tl.arange(0, 1)  # the interpreter does not join masks of a scalar and a vector
+    out_place = out_ptr + token * out_stride + head * out_head_stride + dv
+    peak = tl.load(lse_ptr + token * heads + head + one)
+    total = tl.where(peak == -float("inf"), 0.0, 1.0)
+    acc = tl.load(out_place, mask=(dv < DV) & (peak != -float("inf")), other=0.0).to(tl.float32)
+    for run in range(RUNS):
+        lse = tl.load(run_lse_ptr + row + run + one)
+        mask = (lse != -float("inf")) & (dv < DV)  # a run without keys wrote no output
+        values = tl.load(runs_ptr + (row + run) * DV + dv, mask=mask, other=0.0)
+        new_peak = tl.maximum(peak, lse)
+        shift = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+        weight = tl.exp2((lse - shift) * LOG2E)
+        decay = tl.exp2((peak - shift) * LOG2E)
+        total = total * decay + weight
+        acc = acc * decay + values * weight
+        peak = new_peak
     is_filled = total != 0.0  # true of NaN, which must reach the output
     total = tl.where(is_filled, total, 1.0)
-    out_row = sequence * out_stride + head * out_head_stride
-    tl.store(out_ptr + out_row + dv, (acc / total).to(out_ptr.dtype.element_ty), mask=dv < DV)
-    if lse_ptr is not None:
-        tl.store(lse_ptr + row, tl.where(is_filled, peak + tl.log2(total) * LN2, -float("inf")))
+    tl.store(out_place, (acc / total).to(out_ptr.dtype.element_ty), mask=dv < DV)
 
 
-def merge_runs(runs: Tensor, run_lse: Tensor, *, out: Tensor, lse: Tensor | None = None) -> Tensor:
-    """Merges `runs` [B, Hq, S, D] fp32 by `run_lse` [B, Hq, S] fp32, both contiguous, into `out` [B, Hq, D].
+def merge_runs(out: Tensor, lse: Tensor, tokens: Tensor, runs: Tensor, run_lse: Tensor) -> None:
+    """Merges `runs` [N, Hq, S, D] into the rows of `out` [T, Hq, D] that `tokens` [N] int32 names, each once.
 
-    A run whose lse is minus infinity saw no keys and its output is not read; if none saw any, `out` is zero.
-    `lse` [B, Hq] fp32, if given, receives the merged log-sum-exp. Raises ValueError on other layouts.
+    `run_lse` [N, Hq, S] and `lse` [T, Hq] are the natural log-sum-exp of the scores behind `runs` and `out`; all three
+    are fp32 and contiguous, and `lse` is left as it is. Where one is minus infinity no keys were seen and its output is
+    not read; if none were at all, `out` becomes zero. Raises ValueError on other layouts.
     """
-    batch, heads, count, dim = runs.shape
-    for tensor, shape in ((runs, runs.shape), (run_lse, (batch, heads, count)), (lse, (batch, heads))):
-        if tensor is None:
-            continue
+    count, heads, splits, dim = runs.shape
+    for tensor, shape in ((runs, runs.shape), (run_lse, runs.shape[:3]), (lse, out.shape[:2])):
         if tensor.shape != shape or not tensor.is_contiguous() or tensor.dtype != torch.float32:
             raise ValueError(f"{tensor.dtype} {tuple(tensor.shape)} must be a contiguous float32 {list(shape)}")
-    if out.shape != (batch, heads, dim) or out.stride(2) != 1:
-        raise ValueError(f"out of shape {tuple(out.shape)} must be {(batch, heads, dim)} with heads contiguous")
-    _merge_kernel[(heads, batch)](
-        runs,
-        run_lse,
+    if out.shape[1:] != (heads, dim) or out.stride(2) != 1:
+        raise ValueError(f"out of shape {tuple(out.shape)} must be [T, {heads}, {dim}] with heads contiguous")
+    if tokens.shape != (count,) or not tokens.is_contiguous():
+        raise ValueError(f"tokens of shape {tuple(tokens.shape)} must be a contiguous [{count}]")
+    if count == 0:
+        return
+    _merge_kernel[(heads, count)](
         out,
         lse,
+        tokens,
+        runs,
+        run_lse,
         *out.stride()[:2],
-        RUNS=count,
-        RUNS_PAD=triton.next_power_of_2(count),
-        CHUNK=CHUNK,
+        RUNS=splits,
         DV=dim,
         DV_PAD=triton.next_power_of_2(dim),
-        num_warps=2,
+        num_warps=1,
         enable_fp_fusion=True,
     )
-    return out
 
 
-def merge_runs_torch(runs: Tensor, run_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """The reference of `merge_runs`: (out [B, Hq, D], lse [B, Hq]) in the dtype of the runs."""
-    lse = run_lse.logsumexp(2)
-    empty = run_lse == -torch.inf
-    weight = (run_lse - lse[..., None]).exp().masked_fill(empty, 0.0)
-    return (weight[..., None] * runs.masked_fill(empty[..., None], 0.0)).sum(2), lse
+def merge_runs_torch(out: Tensor, lse: Tensor, tokens: Tensor, runs: Tensor, run_lse: Tensor) -> None:
+    """The reference of `merge_runs`, in the dtype of the runs inside."""
+    tokens = tokens.long()
+    every = torch.cat([out[tokens][:, :, None].to(runs.dtype), runs], dim=2)
+    every_lse = torch.cat([lse[tokens][:, :, None], run_lse], dim=2)
+    empty = every_lse == -torch.inf
+    weight = (every_lse - every_lse.logsumexp(2, keepdim=True)).exp().masked_fill(empty, 0.0)
+    out[tokens] = (weight[..., None] * every.masked_fill(empty[..., None], 0.0)).sum(2).to(out.dtype)
 
 
-def merge_runs_cost(batch: int, heads: int, count: int, dim: int, itemsize: int) -> Cost:
-    """Reads each fp32 run and its log-sum-exp once and writes one output of `itemsize` bytes per element."""
-    rows = batch * heads
-    return Cost(rows * (4 * count * (dim + 1) + dim * itemsize), 2 * rows * count * dim)
+def merge_runs_cost(tokens: int, heads: int, splits: int, dim: int, itemsize: int) -> Cost:
+    """Reads each fp32 run once, and reads and writes one output of `itemsize` bytes per element."""
+    rows = tokens * heads
+    return Cost(rows * (4 * splits * (dim + 1) + 2 * dim * itemsize + 4), 2 * rows * (splits + 1) * dim)

@@ -6,41 +6,55 @@ import torch
 from batchrun_kernels.merge_runs import merge_runs, merge_runs_cost, merge_runs_torch
 
 
-@pytest.mark.parametrize("count", [1, 2, 8, 11])
+@pytest.mark.parametrize("splits", [1, 2, 5])
 @pytest.mark.parametrize("dim", [64, 80])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_equals_the_reference_and_reads_no_empty_run(count: int, dim: int, dtype: torch.dtype) -> None:
-    runs, run_lse = torch.randn(2, 3, count, dim), 20 * torch.randn(2, 3, count)
-    run_lse[0, 1, ::2] = -torch.inf
-    run_lse[1, 2] = -torch.inf
+def test_equals_the_reference_and_reads_no_empty_run(splits: int, dim: int, dtype: torch.dtype) -> None:
+    out, lse = torch.randn(6, 3, dim).to(dtype), 20 * torch.randn(6, 3)
+    runs, run_lse = torch.randn(3, 3, splits, dim), 20 * torch.randn(3, 3, splits)
+    tokens = torch.tensor([4, 0, 3], dtype=torch.int32)
+    run_lse[0, 1] = lse[0, 2] = lse[3, 0] = run_lse[2, 0] = -torch.inf  # no shared keys, no own ones, none at all
     runs[run_lse == -torch.inf] = torch.nan
-    out, lse = torch.full((2, 3, dim), torch.nan, dtype=dtype), torch.full((2, 3), torch.nan)
-    assert merge_runs(runs, run_lse, out=out, lse=lse) is out
-    expected, expected_lse = merge_runs_torch(runs.double(), run_lse.double())
+    out[lse == -torch.inf] = torch.nan
+    expected = out.double()
+    merge_runs_torch(expected, lse.double(), tokens, runs.double(), run_lse.double())
+    before = out.clone()
+    merge_runs(out, lse, tokens, runs, run_lse)
     rtol = 1e-5 if dtype == torch.float32 else 2**-8
-    torch.testing.assert_close(out.double(), expected, rtol=rtol, atol=1e-5)
-    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-6, atol=1e-5)
-    assert torch.equal(out[1, 2], torch.zeros(dim, dtype=dtype))
+    torch.testing.assert_close(out.double(), expected, rtol=rtol, atol=1e-5, equal_nan=True)
+    assert torch.equal(out[[1, 2, 5]], before[[1, 2, 5]])
+    assert torch.equal(out[3, 0], torch.zeros(dim, dtype=dtype))
 
 
-def test_reference_merges_attention_over_two_halves_into_the_whole() -> None:
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about the NaN
+def test_a_broken_run_is_not_hidden() -> None:
+    out, lse, tokens = torch.zeros(1, 2, 16), torch.zeros(1, 2), torch.zeros(1, dtype=torch.int32)
+    run_lse = torch.tensor([[[torch.nan], [0.0]]])
+    merge_runs(out, lse, tokens, torch.ones(1, 2, 1, 16), run_lse)
+    assert out[0].isnan().any(1).tolist() == [True, False]
+
+
+def test_reference_merges_attention_over_three_parts_into_the_whole() -> None:
     scores, values = torch.randn(10, dtype=torch.float64), torch.randn(10, 4, dtype=torch.float64)
-    halves = [(scores[part].softmax(0) @ values[part], scores[part].logsumexp(0)) for part in (slice(3), slice(3, 10))]
-    runs, run_lse = torch.stack([half[0] for half in halves]), torch.stack([half[1] for half in halves])
-    out, lse = merge_runs_torch(runs[None, None], run_lse[None, None])
+    parts = [(scores[at].softmax(0) @ values[at], scores[at].logsumexp(0)) for at in map(slice, (0, 3, 4), (3, 4, 10))]
+    out, lse = parts[0][0][None, None].clone(), parts[0][1][None, None]
+    runs, run_lse = (torch.stack([part[i] for part in parts[1:]])[None, None] for i in (0, 1))
+    merge_runs_torch(out, lse, torch.tensor([0]), runs, run_lse)
     torch.testing.assert_close(out[0, 0], scores.softmax(0) @ values)
-    torch.testing.assert_close(lse[0, 0], scores.logsumexp(0))
 
 
 def test_refuses_other_dtypes_and_shapes() -> None:
+    out, lse, tokens = torch.zeros(5, 2, 64), torch.zeros(5, 2), torch.zeros(1, dtype=torch.int32)
     runs, run_lse = torch.zeros(1, 2, 3, 64), torch.zeros(1, 2, 3)
     with pytest.raises(ValueError, match=r"float16.*must be a contiguous float32"):
-        merge_runs(runs.half(), run_lse, out=torch.empty(1, 2, 64))
+        merge_runs(out, lse, tokens, runs.half(), run_lse)
     with pytest.raises(ValueError, match=r"\(1, 2, 4\) must be a contiguous float32 \[1, 2, 3\]"):
-        merge_runs(runs, torch.zeros(1, 2, 4), out=torch.empty(1, 2, 64))
-    with pytest.raises(ValueError, match=r"out of shape \(1, 2, 32\)"):
-        merge_runs(runs, run_lse, out=torch.empty(1, 2, 32))
+        merge_runs(out, lse, tokens, runs, torch.zeros(1, 2, 4))
+    with pytest.raises(ValueError, match=r"out of shape \(5, 2, 32\)"):
+        merge_runs(out[..., :32], lse, tokens, runs, run_lse)
+    with pytest.raises(ValueError, match=r"tokens of shape \(2,\)"):
+        merge_runs(out, lse, torch.zeros(2, dtype=torch.int32), runs, run_lse)
 
 
 def test_cost_reads_runs_in_float32() -> None:
-    assert merge_runs_cost(2, 4, 8, 128, 2).bytes == 8 * (4 * 8 * 129 + 128 * 2)
+    assert merge_runs_cost(2, 4, 8, 128, 2).bytes == 8 * (4 * 8 * 129 + 2 * 128 * 2 + 4)
