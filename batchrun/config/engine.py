@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from batchrun.config.base import in_range, one_of, setting
 from batchrun.errors import ConfigError
 
-ATTENTION = ("auto", "torch", "cpu")
+ATTENTION = ("auto", "torch", "cpu", "triton")
 KV_CACHE_DTYPES = ("auto", "int8")
 
 
@@ -15,7 +15,7 @@ KV_CACHE_DTYPES = ("auto", "int8")
 class EngineConfig:
     """How tokens are computed: speed and memory, and with the exception of `kv_cache_dtype` not what they are."""
 
-    attention: str = setting("auto", "attention backend: auto, torch or cpu", identity=False)
+    attention: str = setting("auto", "attention backend: auto, torch, cpu or triton", identity=False)
     block_size: int = setting(32, "tokens in one page of the KV cache", identity=False)
     num_blocks: int | None = setting(None, "pages in the KV cache; default: from kv_cache_gib", identity=False)
     kv_cache_gib: float | None = setting(

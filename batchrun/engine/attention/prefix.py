@@ -28,13 +28,21 @@ class PrefixGroup:
 def prefix_groups(
     batch: Batch, tables: np.ndarray, block_size: int, min_rows: int, min_saved: int
 ) -> list[PrefixGroup]:
+    """`shared_prefixes` of a whole batch, of which `tables` int32 [R, B] is one of the block tables."""
+    computed = batch.seq_lens - np.diff(batch.query_starts)
+    return shared_prefixes(computed, tables, block_size, min_rows, min_saved)
+
+
+def shared_prefixes(
+    computed: np.ndarray, tables: np.ndarray, block_size: int, min_rows: int, min_saved: int
+) -> list[PrefixGroup]:
     """Disjoint groups of at least `min_rows` rows that save at least `min_saved` block reads each.
 
-    `tables` int32 [R, B] is one of the batch's block tables. Each group takes the depth that saves most: (rows that
-    share so deep - 1) x depth. Rows that have given back their first block read the little that is left alone.
+    `computed` int64 [R] are positions that were there before the step: pages are shared up to the last of them, since
+    own queries see all of these. `tables` int32 [R, B] are the rows' block tables. Each group takes the depth that
+    saves most: (rows that share so deep - 1) x depth. Rows that have given back their first block read the little that
+    is left alone.
     """
-    # A page may be shared up to the last position that was there before the step: own queries see all of it.
-    computed = batch.seq_lens - np.diff(batch.query_starts)
     limit = computed // block_size
     left = np.flatnonzero((limit > 0) & (tables[:, 0] != HOLE))
     groups: list[PrefixGroup] = []

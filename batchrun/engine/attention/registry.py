@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+
 import torch
 
-from batchrun.engine.attention.base import AttentionBackend
+from batchrun.engine.attention.base import AttentionBackend, LayerGeometry
 from batchrun.engine.attention.cpu import CpuAttention, Int8Attention
 from batchrun.engine.attention.torch import TorchAttention
+from batchrun.engine.device import runs_triton
 from batchrun.errors import ConfigError
 
 BACKENDS: dict[str, type[AttentionBackend]] = {"torch": TorchAttention, "cpu": CpuAttention}
 
 
-def attention_backend(name: str, device: torch.device) -> type[AttentionBackend]:
-    """The backend class; raises KeyError for a name that the config schema does not know."""
+def attention_backend(
+    name: str, device: torch.device, layers: Sequence[LayerGeometry] | None = None
+) -> type[AttentionBackend]:
+    """The backend class; with the model's `layers`, `auto` is one that takes their heads.
+
+    Raises ConfigError for one that cannot run here, KeyError for a name that the config schema does not know.
+    """
     if name == "auto":
-        name = "cpu" if device.type == "cpu" else "torch"
-    return BACKENDS[name]
+        name = "cpu" if device.type == "cpu" else "triton" if _triton_takes(device, layers) else "torch"
+    return _triton(device) if name == "triton" else BACKENDS[name]
 
 
 def cache_backend(backend: type[AttentionBackend], kv_cache_dtype: str) -> type[AttentionBackend]:
@@ -29,3 +38,27 @@ def cache_backend(backend: type[AttentionBackend], kv_cache_dtype: str) -> type[
             "engine.attention=cpu, or engine.kv_cache_dtype=auto"
         )
     return Int8Attention
+
+
+def _triton_takes(device: torch.device, layers: Sequence[LayerGeometry] | None) -> bool:
+    if not runs_triton(device):
+        return False
+    from batchrun.engine.attention.triton import MAX_HEAD_DIM, largest_head
+
+    return layers is None or largest_head(layers) <= MAX_HEAD_DIM
+
+
+def _triton(device: torch.device) -> type[AttentionBackend]:
+    if device.type == "cuda" and not runs_triton(device):
+        raise ConfigError(
+            "engine.attention=triton needs Triton, which is not installed: pip install 'batchrun[gpu]', or set "
+            "engine.attention=auto"
+        )
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ConfigError(
+            f"engine.attention=triton needs a GPU, and model.device is {device.type}: set engine.attention=auto. "
+            "(TRITON_INTERPRET=1 in the environment runs the kernels on a CPU in an interpreter, for tests)"
+        )
+    from batchrun.engine.attention.triton import TritonAttention
+
+    return TritonAttention
