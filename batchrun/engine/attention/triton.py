@@ -41,6 +41,7 @@ class _Rows:
 
     device: Rows
     seq_lens: np.ndarray  # int64 [R]
+    query_starts: np.ndarray
     query_lens: np.ndarray
     first_keys: np.ndarray | None = None
 
@@ -154,7 +155,7 @@ class TritonAttention(AttentionBackend):
         starts, seq_lens = batch.query_starts[rows], batch.seq_lens[rows]
         query_lens = batch.query_starts[rows + 1] - starts
         device = Rows(*(self._ints(x) for x in (tables[rows], seq_lens, starts, query_lens)))
-        return _Rows(device, seq_lens, query_lens)
+        return _Rows(device, seq_lens, starts, query_lens)
 
     def _group(self, table: _Table, rows: _Rows, batch: Batch, tables: np.ndarray) -> None:
         """Let the rows that share enough pages read them together."""
@@ -162,12 +163,12 @@ class TritonAttention(AttentionBackend):
         found = shared_prefixes(computed, tables, self.block_size, MIN_GROUP_ROWS, MIN_SAVED_BLOCKS)
         if not found:
             return
-        starts = rows.device.query_starts.cpu().numpy()
+        stops = rows.query_starts + rows.query_lens
         rows.first_keys = np.zeros_like(computed)
         members = []
         for group in found:
             rows.first_keys[group.rows] = group.depth * self.block_size
-            members.append(np.concatenate([np.arange(starts[r], starts[r] + rows.query_lens[r]) for r in group.rows]))
+            members.append(np.concatenate([np.arange(rows.query_starts[row], stops[row]) for row in group.rows]))
         rows.device = rows.device._replace(first_keys=self._ints(rows.first_keys))
         shared, counts = [group.depth * self.block_size for group in found], [len(tokens) for tokens in members]
         tokens = np.concatenate(members)
