@@ -180,6 +180,7 @@ def test_parameters_of_rows_and_of_the_job_from_the_shell_to_the_text(tiny: Path
         ({"logit_bias": {"w5 w6": 1}}, r"sampling\.logit_bias: 'w5 w6' is 2 tokens"),
         ({"logit_bias": {256: 1}}, r"sampling\.logit_bias: token 256 .*0 to 255"),
         ({"allowed_token_ids": [300]}, r"sampling\.allowed_token_ids: token 300"),
+        ({"stop_token_ids": [300]}, r"sampling\.stop_token_ids: token 300"),
         ({"min_tokens": 7}, r"sampling\.min_tokens=7 .*between 0 and 6"),
     ],
 )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,16 +54,25 @@ class SamplingParams:
     n: int = 1  # samples of a prompt: `LLM` makes a request of each, and a request asks for one
 
     def __post_init__(self) -> None:
+        for name, (kind, optional) in _KINDS.items():
+            value = getattr(self, name)
+            if not (_is_a(value, kind) or (optional and value is None)):
+                raise ValueError(f"{name}={value!r} is not {_SAID[kind]}{' or None' if optional else ''}")
         for name in ("stop", "bad_words"):
             texts = getattr(self, name)
-            texts = (texts,) if isinstance(texts, str) else tuple(texts or ())
+            texts = (texts,) if isinstance(texts, str) else _all(name, () if texts is None else texts, str)
             if any(not text for text in texts):
                 raise ValueError(f"{name}={texts!r} holds an empty string")
             object.__setattr__(self, name, texts)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(
+            self,
+            "stop_token_ids",
+            _all("stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids, Integral),
+        )
         object.__setattr__(self, "logit_bias", _pairs(self.logit_bias))
         if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+            allowed = _all("allowed_token_ids", self.allowed_token_ids, Integral)
+            object.__setattr__(self, "allowed_token_ids", allowed)
             if not self.allowed_token_ids:
                 raise ValueError("allowed_token_ids=() allows no token: None allows all")
         for name, limits in RANGES.items():
@@ -90,12 +100,47 @@ def sampling_params(
 _SETTINGS = ({f.name for f in fields(SamplingParams)} & {f.name for f in fields(SamplingConfig)}) - {"seed", "n"}
 
 
+# What a value of each kind must be: numpy's numbers count too, and truth values are no numbers.
+_SAID: dict[type, str] = {
+    Integral: "a whole number",
+    Real: "a number",
+    bool: "True or False",
+    str: "text",
+    Reasoning: "Reasoning",
+    StructuredOutputs: "StructuredOutputs",
+}
+_NAMED = {"int": Integral, "float": Real, **{kind.__name__: kind for kind in _SAID}}
+_KINDS: dict[str, tuple[type, bool]] = {
+    f.name: (_NAMED[kind], bool(rest))
+    for f in fields(SamplingParams)
+    for kind, _, rest in [str(f.type).partition(" | ")]
+    if kind in _NAMED
+}
+
+
+def _is_a(value: Any, kind: type) -> bool:
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def _all(name: str, values: Any, kind: type) -> tuple[Any, ...]:
+    """The values as a tuple. Raises ValueError if one of them is of another kind."""
+    values = tuple(values) if isinstance(values, Iterable) else values
+    if not isinstance(values, tuple) or not all(_is_a(value, kind) for value in values):
+        raise ValueError(f"{name}={values!r} is not a list, each {_SAID[kind]}")
+    return values
+
+
 def _pairs(bias: Any) -> tuple[tuple[int | str, float], ...]:
     """Pairs of {token: bias}, by token; text of digits is a token id."""
     if not bias:
         return ()
-    pairs = dict(bias)
+    try:
+        pairs = dict(bias)
+    except (TypeError, ValueError):
+        raise ValueError(f"logit_bias={bias!r} is not a dict of numbers by token") from None
     for token, value in pairs.items():
+        if not (_is_a(token, Integral) or isinstance(token, str)) or not _is_a(value, Real):
+            raise ValueError(f"logit_bias: {token!r}={value!r} is not a number by token id or text")
         if problem := BIAS.problem(value):
             raise ValueError(f"logit_bias: {token}={value} {problem}")
     named = {int(token) if str(token).isdecimal() else token: float(value) for token, value in pairs.items()}

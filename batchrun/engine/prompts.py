@@ -43,6 +43,7 @@ class Requester:
         number, params = next(self._numbers), next(self._params, None)
         if params is None:
             raise ValueError(f"there are {number} sampling parameters and more prompts: give one for all, or one each")
+        _check_params(params)
         if isinstance(prompt, Request):
             return prompt
         if isinstance(prompt, Mapping) and "messages" in prompt:
@@ -75,7 +76,7 @@ def token_ids(tokenizer: Any, prompt: Any) -> Any:
         case str(text) | {"prompt": str(text)}:
             return tokenizer(text)["input_ids"]
         case {"prompt_token_ids": ids}:
-            return ids
+            return token_ids(tokenizer, ids)
         case {"messages": messages}:
             return tokenizer.apply_chat_template(
                 messages,
@@ -84,12 +85,17 @@ def token_ids(tokenizer: Any, prompt: Any) -> Any:
                 return_dict=False,
                 **(prompt.get("chat_template_kwargs") or {}),
             )
-        case np.ndarray() | Sequence() if all(isinstance(token, (int, np.integer)) for token in prompt[:1]):
+        case np.ndarray() | Sequence() if _are_ids(prompt):
             return prompt
     raise TypeError(
         f"{prompt!r:.60} is not a prompt: it must be text, token ids, a Request, or a dict with prompt, "
         "prompt_token_ids or messages"
     )
+
+
+def _are_ids(prompt: Any) -> bool:
+    whole = all(isinstance(token, (int, np.integer)) for token in prompt[:1])
+    return whole and (not len(prompt) or np.asarray(prompt).dtype.kind in "iu")
 
 
 def prompt_text(prompt: Any) -> str | None:
@@ -132,7 +138,13 @@ def keys_of(prompts: Iterable[Any], params: SamplingParams | Sequence[SamplingPa
     each = params if isinstance(params, Sequence) else itertools.repeat(params)
     for number, (prompt, own) in enumerate(zip(prompts, each, strict=False)):
         key, own = (prompt.key, prompt.params) if isinstance(prompt, Request) else (number, own)
-        yield from sample_keys(key, 1 if own is None else own.n)
+        yield from sample_keys(key, _check_params(own).n)
+
+
+def _check_params(params: Any) -> SamplingParams:
+    if not isinstance(params, SamplingParams | None):
+        raise TypeError(f"{params!r:.60} is not SamplingParams")
+    return params or SamplingParams()
 
 
 def sample_keys(key: Hashable, n: int) -> list[Hashable]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from batchrun.border import tokens_after
+from batchrun.config.tasks import NORMALIZE
 from batchrun.engine.params import Completion, Likelihood, Request, SamplingParams
 from batchrun.engine.prompts import one_each, prompt_text, token_ids
 
@@ -64,6 +65,8 @@ def choose(labels: Sequence[str], likelihoods: Sequence[Likelihood], normalize: 
 
     Of equal ones the first is chosen.
     """
+    if normalize not in NORMALIZE:
+        raise ValueError(f"normalize={normalize!r} is not one of {', '.join(NORMALIZE)}")
     total = [float(one.logprobs.sum()) for one in likelihoods]
     lengths = {
         "none": [1] * len(labels),
@@ -105,6 +108,8 @@ def texts_after(tokenizer: Any, prompts: Any, continuations: Sequence[str] | Non
 
     `adapter` is a name for all, or a list. Raises ValueError unless there is one of each for a prompt.
     """
+    if isinstance(continuations, str):
+        raise ValueError(f"continuations={continuations!r} must be a list of texts, one for each prompt")
     if continuations is not None and len(continuations) != len(prompts):
         raise ValueError(f"{len(prompts)} prompts and {len(continuations)} continuations: give one each")
     asked: list[Asked] = []
@@ -122,11 +127,13 @@ def labels_after(tokenizer: Any, prompts: Any, labels: Any, adapter: Any) -> tup
 
     Raises ValueError for fewer than two labels, and for lists of another length.
     """
+    if isinstance(labels, str):
+        raise ValueError(f"labels={labels!r} must be a list of texts")
     each = [labels] * len(prompts) if all(isinstance(label, str) for label in labels) else labels
     if len(each) != len(prompts):
         raise ValueError(f"{len(prompts)} prompts and {len(each)} lists of labels: give one for all, or one each")
-    if few := [list(mine) for mine in each if len(mine) < 2]:
-        raise ValueError(f"labels={few[0]} must be two or more")
+    if few := [list(mine) for mine in each if len(mine) < 2 or len(set(mine)) < len(mine)]:
+        raise ValueError(f"labels={few[0]} must be two or more, no two of them equal")
     asked: list[Asked] = []
     for prompt, mine, own in zip(prompts, each, one_each(adapter, len(prompts), "adapters"), strict=True):
         ids = _ids(tokenizer, prompt)

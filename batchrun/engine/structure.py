@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,12 @@ class StructuredOutputs:
             raise ValueError(
                 f"structured_outputs takes exactly one of {', '.join(KINDS)}: {', '.join(given) or 'none'}"
             )
+        for kind in ("regex", "grammar"):
+            if not isinstance(getattr(self, kind), str | None):
+                raise ValueError(f"{kind}={getattr(self, kind)!r} is not text")
+        for flag in ("json_object", "any_whitespace", "fast_forward"):
+            if not isinstance(getattr(self, flag), bool):
+                raise ValueError(f"{flag}={getattr(self, flag)!r} is not True or False")
         if self.json is not None:
             object.__setattr__(self, "json", _schema_text(self.json))
         if self.choice is not None:
@@ -86,7 +92,7 @@ def _schema_text(schema: Any) -> str:
 
 
 def _choices(choice: Any) -> tuple[str, ...]:
-    texts = () if isinstance(choice, str) else tuple(choice)
+    texts = () if isinstance(choice, str) or not isinstance(choice, Iterable) else tuple(choice)
     if not texts or not all(isinstance(text, str) and text for text in texts):
         raise ValueError(f"choice={choice!r} must be a list of one or more non-empty strings")
     return tuple(dict.fromkeys(texts))

@@ -38,6 +38,8 @@ class RuleBook:
 
         Raises ValueError for an id outside of the vocabulary, and for a bias whose text is not one token.
         """
+        for token in params.stop_token_ids:
+            self._checked("stop_token_ids", token)
         ends = (params.stop_token_ids, params.ignore_eos) if params.min_tokens else None
         if not (params.logit_bias or params.bad_words or params.allowed_token_ids or ends):
             return None

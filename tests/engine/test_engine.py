@@ -108,7 +108,7 @@ def test_stop_token_ids_end_a_row_and_are_not_shown(llama: Path) -> None:
     llm = load(llama)
     free = llm.generate([prompt], FREE)[0].token_ids
     end = free.index(free[5])
-    params = SamplingParams(max_tokens=12, ignore_eos=True, stop_token_ids=(free[5], 300))
+    params = SamplingParams(max_tokens=12, ignore_eos=True, stop_token_ids=(free[5], min(set(range(256)) - set(free))))
     stopped, other = llm.generate([prompt, prompt], [params, FREE])
     assert (stopped.token_ids, stopped.text) == (free[: end + 1], words(free[:end]))
     assert (stopped.finish_reason, stopped.stop_reason) == ("stop", free[5])

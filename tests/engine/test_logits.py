@@ -189,6 +189,8 @@ def test_a_row_without_a_possible_token_is_named() -> None:
         ({"logit_bias": {"w7": 1, 7: 2}}, "names token 7 twice"),
         ({"allowed_token_ids": (3, VOCABULARY)}, "allowed_token_ids: token 256"),
         ({"allowed_token_ids": (-1,)}, "allowed_token_ids: token -1"),
+        ({"stop_token_ids": (5, VOCABULARY)}, "stop_token_ids: token 256"),
+        ({"stop_token_ids": (-1,)}, "stop_token_ids: token -1"),
         ({"bad_words": ("w300",)}, "bad_words: token 3"),
     ],
 )

@@ -6,10 +6,12 @@ import dataclasses
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 
 from batchrun.config import SamplingConfig
 from batchrun.engine.params import SamplingParams, sampling_params
+from batchrun.engine.structure import StructuredOutputs
 
 
 @pytest.mark.parametrize(
@@ -110,3 +112,51 @@ def test_takes_one_stop_string_or_several() -> None:
 @pytest.mark.parametrize("seed", [None, 0, 2**63 - 1, -(2**63)])
 def test_takes_any_signed_64_bit_seed(seed: int | None) -> None:
     assert SamplingParams(seed=seed).seed == seed
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"temperature": "hot"}, "temperature='hot' is not a number"),
+        ({"temperature": None}, "temperature=None is not a number"),
+        ({"temperature": True}, "temperature=True is not a number"),
+        ({"max_tokens": 1.5}, "max_tokens=1.5 is not a whole number"),
+        ({"top_k": "3"}, "top_k='3' is not a whole number"),
+        ({"seed": 1.5}, "seed=1.5 is not a whole number or None"),
+        ({"logprobs": True}, "logprobs=True is not a whole number or None"),
+        ({"ignore_eos": "yes"}, "ignore_eos='yes' is not True or False"),
+        ({"stop": 5}, "stop=5 is not a list, each text"),
+        ({"stop": [5]}, r"stop=\(5,\) is not a list, each text"),
+        ({"bad_words": [None]}, r"bad_words=\(None,\) is not a list, each text"),
+        ({"stop_token_ids": [1.5]}, r"stop_token_ids=\(1.5,\) is not a list, each a whole number"),
+        ({"allowed_token_ids": 5}, "allowed_token_ids=5 is not a list, each a whole number"),
+        ({"logit_bias": [5]}, r"logit_bias=\[5\] is not a dict of numbers by token"),
+        ({"logit_bias": {5: "x"}}, "logit_bias: 5='x' is not a number by token id or text"),
+        ({"structured_outputs": {"json": {}}}, r"structured_outputs=\{'json': \{\}\} is not StructuredOutputs or None"),
+        ({"reasoning": "x"}, "reasoning='x' is not Reasoning or None"),
+        ({"adapter": 5}, "adapter=5 is not text or None"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_before_it_comes_to_the_engine(given: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=f"^{why}$"):
+        SamplingParams(**given)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    given: dict[str, Any] = {"max_tokens": np.int64(3), "temperature": np.float32(0.5), "stop_token_ids": np.arange(2)}
+    params = SamplingParams(**given)
+    assert (params.max_tokens, params.temperature, params.stop_token_ids) == (3, 0.5, (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"regex": 5}, "regex=5 is not text"),
+        ({"grammar": b"x"}, "grammar=b'x' is not text"),
+        ({"choice": 5}, "choice=5 must be a list of one or more non-empty strings"),
+        ({"json_object": "x"}, "json_object='x' is not True or False"),
+    ],
+)
+def test_forms_of_another_type_are_refused(given: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        StructuredOutputs(**given)

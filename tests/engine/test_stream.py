@@ -303,6 +303,14 @@ def test_an_error_of_the_source_ends_the_stream(llm: LLM) -> None:
         yield [5, 6]
         yield {"text": "no key of a prompt"}
 
+    broken: list[Any] = [[5, 1.5], {"prompt_token_ids": ["x"]}, {"prompt_token_ids": [[5]]}]
+    for prompt in broken:
+        with pytest.raises(TypeError, match="is not a prompt"):
+            llm.generate([prompt])
+    others: list[Any] = [{"max_tokens": 3}, ["x"]]
+    for params in others:
+        with pytest.raises(TypeError, match="is not SamplingParams"):
+            llm.generate([[5, 6]], params)
     with pytest.raises(TypeError, match=r"\{'text': .* is not a prompt: it must be text, token ids, a Request, or"):
         list(llm.stream(source(), LONG))
     with pytest.raises(ValueError, match="there are 2 sampling parameters and more prompts"):
