@@ -172,8 +172,15 @@ class Engine:
         if batch is None:
             return refused
         masks = self._forms.begin_masks(batch)
-        hidden = self.model.hidden(batch)
-        next_tokens = self._sample(batch, self.model.logits(hidden, batch.logits_index), masks)
+        try:
+            hidden = self.model.hidden(batch)
+            logits = self.model.logits(hidden, batch.logits_index)
+        except torch.OutOfMemoryError:
+            if batch.num_tokens == 1:
+                raise
+            self.scheduler.lower_budget(batch.num_tokens // 2)
+            return refused
+        next_tokens = self._sample(batch, logits, masks)
         self.scheduler.advance(batch, next_tokens)
         finished = self._score(batch, hidden) + self._collect(batch.slots[batch.sampled], next_tokens)
         self._pieces.write(self.scheduler.slots, finished)

@@ -1,4 +1,4 @@
-"""The fused decoder layer of layers.py for a GPU: the products of the library, and Triton kernels for what lies between.
+"""The fused decoder layer of layers.py for a GPU: the library's products, with Triton kernels for what lies between.
 
 Beside its four products a layer reads and writes its activations four times: for the two norms, with the residual
 addition in the second, for the norm and RoPE of the heads, and for the gate of the MLP.

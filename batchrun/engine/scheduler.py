@@ -8,6 +8,7 @@ row is preempted, its blocks freed, and it is computed again later from what the
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ from batchrun.engine.kv_cache import HOLE, BlockPool, EverSeen, RowBlocks, block
 from batchrun.engine.sequence import Sequence
 from batchrun.engine.slots import Slots
 from batchrun.engine.waiting import WaitingQueue
+
+log = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -70,6 +73,11 @@ class Scheduler:
         sampled = batch.slots[batch.sampled]
         slots.token_ids[sampled, slots.num_tokens[sampled]] = next_tokens
         slots.num_tokens[sampled] += 1
+
+    def lower_budget(self, tokens: int) -> None:
+        """Let steps have at most so many tokens from now on; the rows of a step that failed are in the next ones."""
+        log.warning("a step found no memory: from now on steps have at most %d tokens", tokens)
+        self.max_batched_tokens = tokens
 
     def finish(self, slot: int) -> Sequence:
         """Take a sequence out and free its blocks, which stay findable as prefixes."""
