@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -69,18 +69,21 @@ class PackedLinear(torch.nn.Module):
 
     def _own(self, x: torch.Tensor, add: torch.Tensor | None, kind: int) -> torch.Tensor:
         features = self.out_features if kind == product.NONE else self.out_features // 2
-        out = x.new_empty(len(x), features)
+        out, weight = x.new_empty(len(x), features), torch.ops.mkldnn.data_ptr(self.weight)
         self.kernel.product(
             x.data_ptr(),
             x.stride(0),
             len(x),
             self.in_features,
-            torch.ops.mkldnn.data_ptr(self.weight),
+            weight,
             0 if self.bias is None else self.bias.data_ptr(),
             0 if add is None else add.data_ptr(),
             out.data_ptr(),
             features,
             kind,
+            0,
+            features // self.kernel.PANEL,
+            weight,
         )
         return out
 
@@ -101,8 +104,12 @@ class PackedLinear(torch.nn.Module):
 class PackedHead(PackedLinear):
     """The LM head: the same product, a bounded number of rows at a time."""
 
+    lead: Callable[[PackedLinear, torch.Tensor], torch.Tensor] | None = None  # by the threads of a team
+
     def forward(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
         rows = x.reshape(-1, self.in_features)
+        if self.lead is not None:
+            return self.lead(self, rows).view(*x.shape[:-1], self.out_features)
         if self._has_kernel():
             return super().forward(rows).view(*x.shape[:-1], self.out_features)
         out = x.new_empty(len(rows), self.out_features)

@@ -8,8 +8,10 @@ import torch
 
 from batchrun.config import EngineConfig
 from batchrun.engine.acceptance import check_model
+from batchrun.engine.attention.cpu import CpuAttention
 from batchrun.engine.attention.registry import attention_backend, cache_backend
 from batchrun.engine.checkpoint import Checkpoint, eos_token_ids
+from batchrun.engine.compiled import can_compile, compile_layers
 from batchrun.engine.encoder import Encoder
 from batchrun.engine.encoder_model import load_encoder_model
 from batchrun.engine.engine import Engine
@@ -74,7 +76,10 @@ def load_single(
     install(model, list(checkpoint.adapters.values()))
     max_model_len = checkpoint.max_model_len
     pool = make_pool(config, model.kv_layout, kv_dtype, max_model_len, device, sharers)
-    model.backend = paged(model.layers, pool.num_blocks, config.block_size, model.dtype, device)
+    cache = paged(model.layers, pool.num_blocks, config.block_size, model.dtype, device)
+    model.backend = cache
+    if isinstance(cache, CpuAttention) and can_compile(model, paged, dtype):
+        compile_layers(model, cache, config.num_threads)
     eos_ids = eos_token_ids(checkpoint, tokenizer)
     return Engine(
         model,

@@ -46,12 +46,13 @@ def can_read(dtype: torch.dtype, features: int, depth: int) -> bool:
 
 
 @njit(nogil=True, cache=True, fastmath=True, error_model="numpy")
-def product(x, x_stride, rows, depth, w, bias, add, out, features, kind):
+def product(x, x_stride, rows, depth, w, bias, add, out, features, kind, first, last, coming):
     """out [rows, features] = x [rows, depth] W^T + bias + add, all bfloat16 at addresses, x_stride in elements.
 
     W [features, depth] is packed; features and depth must be multiples of 32. bias and add may be 0 for none. With
     `kind` SILU or GELU_TANH, W is [2 features, depth], gates first, and out = act(gates) * ups. Sums are float32,
-    rounded once. FLOPs: 2 rows x depth x rows of W; bytes: W once, x once for each panel from the cache.
+    rounded once. Only panels [first, last) of `out` are computed; with the last, what is at `coming` is fetched.
+    FLOPs: 2 rows x depth x rows of W; bytes: W once, x once for each panel from the cache.
     """
     if rows == 0:
         return
@@ -63,15 +64,18 @@ def product(x, x_stride, rows, depth, w, bias, add, out, features, kind):
     upper = count if count <= TILE else (count + 1) // 2
     set_shapes(upper, count - upper)
     panel_bytes, width = 2 * depth * PANEL, 2 * features
-    for panel in range(features // PANEL):
+    for panel in range(first, last):
         place, column = w + panel * panel_bytes, 2 * panel * PANEL
         up = place + features // PANEL * panel_bytes
+        following, second = place + panel_bytes, up + panel_bytes
+        if panel + 1 == last:
+            following, second = coming, coming + panel_bytes
         for block in range(blocks):
-            start = min(block * count, rows - count)
-            row, ahead = x + 2 * start * x_stride, panel_bytes + block * (panel_bytes // blocks)
-            _multiply(row, x_stride, place, depth, gates, upper, count, ahead)
+            start, some = min(block * count, rows - count), block * (panel_bytes // blocks)
+            row = x + 2 * start * x_stride
+            _multiply(row, x_stride, place, depth, gates, upper, count, following + some)
             if kind != NONE:
-                _multiply(row, x_stride, up, depth, ups, upper, count, ahead)
+                _multiply(row, x_stride, up, depth, ups, upper, count, second + some)
             if bias:
                 for i in range(count):
                     add_row(gates.ctypes.data + i * PANEL_BYTES, bias + column)
@@ -90,14 +94,14 @@ def product(x, x_stride, rows, depth, w, bias, add, out, features, kind):
 
 @njit(inline="always")
 def _multiply(x, x_stride, w, depth, sums, upper, count, ahead):
-    """Sums of `count` rows, the first `upper` of them in the first tile; `ahead` is the distance of what comes next."""
+    """Sums of `count` rows, the first `upper` of them in the first tile; what comes next lies at `ahead`."""
     at, stride = sums.ctypes.data, 2 * x_stride
     strides = (stride, 4 * PANEL, PANEL_BYTES)
     lower, lower_at = x + upper * stride, at + upper * PANEL_BYTES
     if count > upper:
-        multiply(x, lower, w, at, lower_at, strides, depth // STEP, w + ahead, SOME, 2)
+        multiply(x, lower, w, at, lower_at, strides, depth // STEP, ahead, SOME, 2)
     else:
-        multiply(x, lower, w, at, lower_at, strides, depth // STEP, w + ahead, WHOLE, 1)
+        multiply(x, lower, w, at, lower_at, strides, depth // STEP, ahead, WHOLE, 1)
 
 
 @njit(inline="always", fastmath=True, error_model="numpy")

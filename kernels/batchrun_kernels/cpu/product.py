@@ -125,12 +125,13 @@ def _multiply_rows(rows, x, x_stride, w, pairs, out, ahead, fetched):
 
 
 @njit(nogil=True, cache=True, fastmath=True, error_model="numpy")
-def product(x, x_stride, rows, depth, w, bias, add, out, features, kind):
+def product(x, x_stride, rows, depth, w, bias, add, out, features, kind, first, last, coming):
     """out [rows, features] = x [rows, depth] W^T + bias + add, all bfloat16 at addresses, x_stride in elements.
 
     W [features, depth] is packed; features must be a multiple of 64 and depth of 32. bias and add may be 0 for none.
     With `kind` SILU or GELU_TANH, W is [2 features, depth], gates first, and out = act(gates) * ups. Sums are float32,
-    rounded once. FLOPs: 2 rows x depth x rows of W; bytes: W once, x once for each panel from the cache.
+    rounded once. Only panels [first, last) of `out` are computed; with the last, what is at `coming` is fetched.
+    FLOPs: 2 rows x depth x rows of W; bytes: W once, x once for each panel from the cache.
     """
     sums = np.empty((2 * ROWS, PANEL), dtype=np.float32)
     at, half = sums.ctypes.data, sums[ROWS:]
@@ -140,18 +141,21 @@ def product(x, x_stride, rows, depth, w, bias, add, out, features, kind):
     tiles, panel_bytes = (rows + ROWS - 1) // ROWS, depth * PANEL * 2
     # One tile streams as fast as the processor fetches by itself; with many there is time enough without help.
     fetched = 2 if 1 < tiles <= 3 else (1 if 3 < tiles <= 8 else 0)
-    for panel in range(features // PANEL):
+    for panel in range(first, last):
         place, start, column = w + panel * panel_bytes, 0, panel * PANEL
+        up = place + features // PANEL * panel_bytes
+        following, second = place + panel_bytes, up + panel_bytes
+        if panel + 1 == last:
+            following, second = coming, coming + panel_bytes
         for tile in range(tiles):
-            count = (rows - start) // (tiles - tile)
-            row, ahead = x + 2 * start * x_stride, place + panel_bytes + tile * (panel_bytes // tiles)
-            _multiply_rows(count, row, x_stride, place, depth // 2, at, ahead, fetched)
+            count, some = (rows - start) // (tiles - tile), tile * (panel_bytes // tiles)
+            row = x + 2 * start * x_stride
+            _multiply_rows(count, row, x_stride, place, depth // 2, at, following + some, fetched)
             if bias:
                 _add_bias(sums, offsets[column : column + PANEL], count)
             if kind != NONE:
-                up = place + features // PANEL * panel_bytes
-                ahead += up - place
-                _multiply_rows(count, row, x_stride, up, depth // 2, at + ROWS * PANEL * 4, ahead, fetched)
+                half_at = at + ROWS * PANEL * 4
+                _multiply_rows(count, row, x_stride, up, depth // 2, half_at, second + some, fetched)
                 if bias:
                     _add_bias(half, offsets[features + column : features + column + PANEL], count)
                 _gate(sums, half, count, kind)

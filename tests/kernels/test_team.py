@@ -1,0 +1,89 @@
+"""A team of threads: every piece of every job is done once, and the leader goes on only after the last."""
+
+from __future__ import annotations
+
+import threading
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+from numba import njit
+
+from batchrun_kernels.cpu.team import (
+    DONE,
+    JOB,
+    SPINS,
+    STOP,
+    Team,
+    claim,
+    fetch_add,
+    load_acquire,
+    publish,
+    relax,
+    wait_for,
+)
+
+
+@njit(nogil=True)
+def work(counts, control, piece):
+    """Count the piece of the job's number, after some work of uneven length."""
+    total = 0
+    for i in range((piece * 7919) % 501):
+        total += i
+    fetch_add(counts[control[JOB]], piece, 1 if total >= 0 else 2)
+
+
+@njit(nogil=True)
+def lead(counts, control, job, pieces):
+    control[JOB] = job
+    publish(control, pieces)
+    while True:
+        piece = claim(control)
+        if piece < 0:
+            break
+        work(counts, control, piece)
+        fetch_add(control, DONE, 1)
+    wait_for(control, pieces)
+    return (counts[job, :pieces] == 1).all()
+
+
+@njit(nogil=True)
+def follow(counts, control):
+    idle = 0
+    while idle < SPINS and load_acquire(control, STOP) == 0:
+        piece = claim(control)
+        if piece >= 0:
+            work(counts, control, piece)
+            fetch_add(control, DONE, 1)
+            idle = 0
+        else:
+            idle += 1
+            relax()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_each_piece_is_done_once(threads: int) -> None:
+    counts = np.zeros((300, 64), dtype=np.int64)
+    team = Team(threads, partial(follow, counts))
+    team.wake()
+    for job in range(len(counts)):
+        pieces = 1 + job % 64
+        assert lead(counts, team.control, job, pieces), "the leader went on too early, or a piece was done twice"
+        if job % 50 == 0:
+            time.sleep(0.02)  # followers fall asleep
+        if job % 3 == 0:
+            team.wake()
+    assert (counts.sum(axis=1) == 1 + np.arange(len(counts)) % 64).all()
+    team.close()
+
+
+def test_a_closed_team_ends_its_threads() -> None:
+    before = threading.active_count()
+    team = Team(4, partial(follow, np.zeros((1, 1), dtype=np.int64)))
+    assert threading.active_count() == before + 3
+    team.close()
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
