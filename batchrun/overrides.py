@@ -58,7 +58,6 @@ OTHER_NAMES = {
     "max_length": "model.max_model_len",
     "batch_size": "engine.max_num_seqs",
     "max_batch_size": "engine.max_num_seqs",
-    "gpu_memory_utilization": "engine.kv_cache_gib",
     "max_num_batched_tokens": "engine.max_batched_tokens",
     "enable_prefix_caching": "engine.prefix_caching",
     "stop_strings": "sampling.stop",

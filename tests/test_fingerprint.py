@@ -51,6 +51,7 @@ IDENTITY: dict[str, Changed] = {
     "model.dtype": one("model.dtype", "bfloat16"),
     "model.quantization": one("model.quantization", "int8"),
     "engine.kv_cache_dtype": one("engine.kv_cache_dtype", "int8"),
+    "engine.batch_invariant": one("engine.batch_invariant", True),
     "model.adapter": one("model.adapter", "ADAPTER"),
     "model.adapters": one("model.adapters", {"a": "ADAPTER"}),
     "model.max_model_len": one("model.max_model_len", 100),

@@ -9,17 +9,21 @@ from batchrun.errors import ConfigError
 
 ATTENTION = ("auto", "torch", "cpu", "triton")
 KV_CACHE_DTYPES = ("auto", "int8")
+INVARIANT_BLOCK_SIZE = 128  # tokens, as many as the CPU's attention looks at together
 
 
 @dataclass
 class EngineConfig:
-    """How tokens are computed: speed and memory, and with the exception of `kv_cache_dtype` not what they are."""
+    """How tokens are computed: speed and memory; only `kv_cache_dtype` and `batch_invariant` change what they are."""
 
     attention: str = setting("auto", "attention backend: auto, torch, cpu or triton", identity=False)
     block_size: int = setting(32, "tokens in one page of the KV cache", identity=False)
     num_blocks: int | None = setting(None, "pages in the KV cache; default: from kv_cache_gib", identity=False)
     kv_cache_gib: float | None = setting(
         None, "memory for the KV cache in GiB; default: from the free memory", identity=False
+    )
+    gpu_memory_utilization: float = setting(
+        0.9, "share of a GPU's memory that the engine may use, weights and steps included", identity=False
     )
     kv_cache_dtype: str = setting(
         "auto", "auto: the model's type; int8: half of bfloat16, with a scale for each token and head", identity=True
@@ -30,6 +34,9 @@ class EngineConfig:
     fused_layers: bool = setting(
         True, "rebuild decoder layers with merged products, where they compute the same", identity=False
     )
+    batch_invariant: bool = setting(
+        False, "bitwise the same completion of a row in any batch, on one thread of the CPU", identity=True
+    )
     workers: str = setting(
         "auto", "engine processes: a number, or auto (one per GPU; small models on a CPU: one per core)", identity=False
     )
@@ -39,11 +46,20 @@ class EngineConfig:
         one_of("engine.attention", self.attention, ATTENTION)
         one_of("engine.kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         in_range("engine.block_size", self.block_size, 1, 1024)
+        if self.batch_invariant and self.block_size < INVARIANT_BLOCK_SIZE:
+            raise ConfigError(
+                f"engine.batch_invariant=true needs engine.block_size={INVARIANT_BLOCK_SIZE} or more, not "
+                f"{self.block_size}: the attention sums smaller pages together, in groups that depend on the batch"
+            )
         in_range("engine.num_blocks", self.num_blocks, 2)
         in_range("engine.max_num_seqs", self.max_num_seqs, 1, 65536)
         in_range("engine.max_batched_tokens", self.max_batched_tokens, 1)
         in_range("engine.num_threads", self.num_threads, 1)
         if self.workers != "auto" and not (self.workers.isdecimal() and int(self.workers) >= 1):
             raise ConfigError(f"engine.workers={self.workers!r} must be auto or a number from 1")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"engine.gpu_memory_utilization={self.gpu_memory_utilization} must be above 0 and at most 1"
+            )
         if self.kv_cache_gib is not None and self.kv_cache_gib <= 0:
             raise ConfigError(f"engine.kv_cache_gib={self.kv_cache_gib} must be above 0")

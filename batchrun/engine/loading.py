@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,9 +14,11 @@ from batchrun.engine.attention.cpu import CpuAttention
 from batchrun.engine.attention.registry import attention_backend, cache_backend
 from batchrun.engine.checkpoint import Checkpoint, eos_token_ids
 from batchrun.engine.compiled import can_compile, compile_layers
+from batchrun.engine.device_memory import CudaMeter, measure_memory
 from batchrun.engine.encoder import Encoder
 from batchrun.engine.encoder_model import load_encoder_model
 from batchrun.engine.engine import Engine
+from batchrun.engine.invariance import check_invariance, check_setting, make_invariant
 from batchrun.engine.layers import fuse_model
 from batchrun.engine.lora import install, name_products
 from batchrun.engine.memory import make_pool
@@ -23,6 +27,8 @@ from batchrun.engine.pool import EnginePool
 from batchrun.engine.pooler import Pooler
 from batchrun.engine.quantized import check_int8, quantize_model
 from batchrun.engine.worker import place_workers
+
+log = logging.getLogger(__name__)
 
 
 def load_engine(
@@ -57,6 +63,8 @@ def load_single(
         torch.set_num_threads(config.num_threads)
     device = choose_device(checkpoint.model.device)
     dtype = choose_dtype(checkpoint.model.dtype, checkpoint, device)
+    if config.batch_invariant:
+        check_setting(config, device, adapters=bool(checkpoint.adapters), encodes=pooler is not None)
     if pooler is not None:
         encoder = load_encoder_model(checkpoint, pooler, device, dtype, pack=config.fused_layers)
         return Encoder(encoder, pooler.max_length, config.max_num_seqs, config.max_batched_tokens)
@@ -74,11 +82,19 @@ def load_single(
     if quantized:
         quantize_model(model)
     install(model, list(checkpoint.adapters.values()))
-    max_model_len = checkpoint.max_model_len
-    pool = make_pool(config, model.kv_layout, kv_dtype, max_model_len, device, sharers)
+    if config.batch_invariant:
+        make_invariant(model)
+        check_invariance(model, paged)
+    max_model_len, left = checkpoint.max_model_len, None
+    if device.type == "cuda":
+        memory, tokens = measure_memory(model, CudaMeter(device), config.max_batched_tokens, config.max_num_seqs)
+        share = config.gpu_memory_utilization / -(-sharers // torch.cuda.device_count())
+        config, left = replace(config, max_batched_tokens=tokens), memory.left(share)
+        log.info("%s", memory.explain(share))
+    pool = make_pool(config, model.kv_layout, kv_dtype, max_model_len, device, sharers, left)
     cache = paged(model.layers, pool.num_blocks, config.block_size, model.dtype, device)
     model.backend = cache
-    if isinstance(cache, CpuAttention) and can_compile(model, paged, dtype):
+    if isinstance(cache, CpuAttention) and not config.batch_invariant and can_compile(model, paged, dtype):
         compile_layers(model, cache, config.num_threads)
     eos_ids = eos_token_ids(checkpoint, tokenizer)
     return Engine(

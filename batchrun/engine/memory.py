@@ -19,7 +19,6 @@ from batchrun.errors import ConfigError
 log = logging.getLogger(__name__)
 
 CPU_SHARE = 0.25  # of the free memory: the rest is for activations, input rows and the page cache
-GPU_SHARE = 0.8  # of the free device memory, once the weights are loaded
 GIB = 2**30
 
 
@@ -77,16 +76,19 @@ def kv_budget(
     max_model_len: int,
     device: torch.device,
     sharers: int = 1,
+    left: float | None = None,
 ) -> float:
     """Bytes for the KV cache: as configured, else this process's share of what the free memory allows and the job
-    can use."""
+    can use. `left` is what the memory of a device was found to allow."""
     block_bytes = layout.block_bytes(config.block_size, dtype)
     if config.num_blocks is not None:
         return config.num_blocks * layout.num_tables * block_bytes
     if config.kv_cache_gib is not None:
         allowed = config.kv_cache_gib * GIB
+    elif left is not None:
+        allowed = left
     elif device.type == "cuda":
-        allowed = GPU_SHARE * torch.cuda.mem_get_info(device)[0]
+        allowed = config.gpu_memory_utilization * torch.cuda.mem_get_info(device)[0]
     else:
         allowed = CPU_SHARE / sharers * psutil.virtual_memory().available
     each, prefilling = (
@@ -102,9 +104,13 @@ def make_pool(
     max_model_len: int,
     device: torch.device,
     sharers: int = 1,
+    left: float | None = None,
 ) -> BlockPool:
-    """The blocks of the KV cache. Raises ConfigError if there is no room for two in each table."""
-    budget = kv_budget(config, layout, dtype, max_model_len, device, sharers)
+    """The blocks of the KV cache, with the arguments of `kv_budget`.
+
+    Raises ConfigError if there is no room for two in each table.
+    """
+    budget = kv_budget(config, layout, dtype, max_model_len, device, sharers, left)
     block_bytes = layout.block_bytes(config.block_size, dtype)
     blocks = int(budget // block_bytes)
     if blocks < 2 * layout.num_tables:
