@@ -71,9 +71,10 @@ def load_single(
     quantized = checkpoint.model.quantization == "int8"
     if quantized:
         check_int8(device, config.fused_layers)
-    backend = attention_backend(config.attention, device)
-    paged = cache_backend(backend, config.kv_cache_dtype)
+    cache_backend(attention_backend(config.attention, device), config.kv_cache_dtype)  # refused before weights load
     model = load_model(checkpoint, device, dtype)
+    backend = attention_backend(config.attention, device, model.layers)
+    paged = cache_backend(backend, config.kv_cache_dtype)
     name_products(model.module)
     kv_dtype = torch.int8 if config.kv_cache_dtype == "int8" else model.dtype
     check_model(model, backend)
