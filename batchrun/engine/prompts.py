@@ -9,6 +9,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Hashable, Iterable, It
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 
 from batchrun.engine.engine import sample_seed
 from batchrun.engine.params import Request, SamplingParams
@@ -71,26 +72,35 @@ class Requester:
 
 
 def token_ids(tokenizer: Any, prompt: Any) -> Any:
-    """The ids of a prompt of any kind. Raises TypeError for what is none."""
+    """The ids of a prompt of any kind. Raises TypeError for what is none, ValueError for messages without a text."""
     match prompt:
         case str(text) | {"prompt": str(text)}:
             return tokenizer(text)["input_ids"]
         case {"prompt_token_ids": ids}:
             return token_ids(tokenizer, ids)
         case {"messages": messages}:
-            return tokenizer.apply_chat_template(
-                messages,
-                tools=prompt.get("tools") or None,
-                add_generation_prompt=True,
-                return_dict=False,
-                **(prompt.get("chat_template_kwargs") or {}),
-            )
+            return _chat_ids(tokenizer, messages, prompt)
         case np.ndarray() | Sequence() if _are_ids(prompt):
             return prompt
     raise TypeError(
         f"{prompt!r:.60} is not a prompt: it must be text, token ids, a Request, or a dict with prompt, "
         "prompt_token_ids or messages"
     )
+
+
+def _chat_ids(tokenizer: Any, messages: Any, prompt: dict[str, Any]) -> Any:
+    try:
+        return tokenizer.apply_chat_template(
+            messages,
+            tools=prompt.get("tools") or None,
+            add_generation_prompt=True,
+            return_dict=False,
+            **(prompt.get("chat_template_kwargs") or {}),
+        )
+    except (TemplateError, TypeError) as error:
+        raise ValueError(
+            f"the chat template cannot render {messages!r:.60}: {error}. A message is a dict with role and content"
+        ) from error
 
 
 def _are_ids(prompt: Any) -> bool:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from itertools import count, islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from batchrun.engine.llm import LLM
 from batchrun.engine.params import Request, SamplingParams
+from batchrun.engine.prompts import token_ids
 from batchrun.errors import ConfigError
-from tests.engine.families import assert_idle, engine_of, load, random_prompt
+from tests.engine.families import assert_idle, engine_of, load, make_tokenizer, random_prompt
 
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
 
@@ -25,6 +28,30 @@ def llm(llama: Path) -> LLM:
 def test_an_unknown_option_is_named_with_those_there_are(llama: Path) -> None:
     with pytest.raises(ConfigError, match=r"LLM\(\) has no option max_seqs, temprature: there are .*max_num_seqs"):
         LLM(str(llama), temprature=1, max_seqs=3)
+
+
+@pytest.mark.parametrize(
+    ("option", "wanted"),
+    [
+        ({"block_size": "x"}, "LLM(block_size='x') must be int"),
+        ({"max_num_seqs": 1.5}, "LLM(max_num_seqs=1.5) must be int"),
+        ({"num_blocks": True}, "LLM(num_blocks=True) must be int or None"),
+        ({"prefix_caching": 1}, "LLM(prefix_caching=1) must be bool"),
+        ({"adapters": ["a"]}, "LLM(adapters=['a']) must be dict"),
+    ],
+)
+def test_options_of_another_type_are_refused(option: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(wanted)):
+        LLM("nowhere", **option)
+
+
+@pytest.mark.parametrize("messages", [[{"content": "hi"}], [{"role": "user"}], "hi"])
+def test_messages_that_the_chat_template_cannot_render_are_refused(messages: Any) -> None:
+    template = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(ValueError, match=r"cannot render .*role and content"):
+        token_ids(tokenizer, {"messages": messages})
 
 
 def test_a_value_out_of_range_is_named(llama: Path) -> None:
