@@ -6,6 +6,9 @@ of a product, rows of a norm, spans of the attention.
 
 What a layer is made of comes as numbers and addresses: `layer` int64 [LAYER_WORDS] and `reals` float64 [REALS] last as
 long as the model, `step` int64 [STEP_WORDS] as long as a step. Hidden states are [T, hidden].
+
+numba optimises a function together with all that it calls, so each further level of calls compiles the attention once
+more: what can be inlined is.
 """
 
 from __future__ import annotations
@@ -131,7 +134,7 @@ def run_product(sizes, control, x, rows, depth, weight, bias, out, features, til
     lead(sizes, control, PRODUCT, _shares(control))
 
 
-@njit(nogil=True, cache=True)
+@njit(inline="always")
 def lead(sizes, control, phase, pieces):
     """Have the job in control[JOB:] done in so many pieces; returns when all are."""
     control[PHASE], control[PIECES] = phase, pieces
@@ -190,7 +193,7 @@ def _part(count, control, piece):
     return count * piece // control[PIECES], count * (piece + 1) // control[PIECES]
 
 
-@njit(nogil=True, cache=True)
+@njit(inline="always")
 def _product(sizes, control, layer, x, rows, depth, which, add, out, features, kind):
     """`which`: the place of the weight in `layer`, before that of its bias."""
     control[X], control[OUT], control[ROWS], control[ADD], control[DEPTH] = x, out, rows, add, depth
@@ -227,7 +230,7 @@ def _product_piece(control, piece):
         product.product(x, depth, rows, depth, weight, bias, add, out, features, kind, first, last, coming)
 
 
-@njit(nogil=True, cache=True)
+@njit(inline="always")
 def _norm(sizes, control, layer, reals, which, x, out, add, rows):
     """out = norm(x) [+ add], by the norm of that number."""
     control[X], control[OUT], control[ROWS], control[ADD] = x, out, rows, add
@@ -252,7 +255,7 @@ def _norm_piece(control, piece):
                 row[i] = narrow(widen(row[i]) + widen(other[i]), row[i])
 
 
-@njit(nogil=True, cache=True)
+@njit(inline="always")
 def _attention(sizes, control, layer, reals, step, cos, sin, rotary):
     control[X], control[OUT], control[ROWS] = step[HEADS_OUT], step[MIXED], step[TOKENS]
     control[LAYER], control[REAL], control[STEP] = layer.ctypes.data, reals.ctypes.data, step.ctypes.data
