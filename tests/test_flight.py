@@ -13,7 +13,7 @@ import pytest
 
 from batchrun import flight as flight_module
 from batchrun import runner
-from batchrun.config import Config, SamplingConfig
+from batchrun.config import Config, OutputConfig, SamplingConfig
 from batchrun.data.buffer import ChunkBuffer
 from batchrun.data.outputs import RowResult
 from batchrun.data.plan import Chunk
@@ -36,7 +36,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def flight(dedup: bool = True, **sampling: Any) -> Flight:
-    return Flight(Generate(Config(sampling=SamplingConfig(**sampling))), dedup)
+    # As a job leaves it, which looks at the model for the format of its calls.
+    output = OutputConfig(tool_calls=None)
+    return Flight(Generate(Config(sampling=SamplingConfig(**sampling), output=output)), dedup)
 
 
 def row(number: int, ids: list[int], params: dict[str, Any] | None = None) -> Row:
