@@ -82,7 +82,8 @@ class CompiledLayer:
     def __call__(self, x: torch.Tensor, position_embeddings: Any) -> torch.Tensor:
         plan = self._backend.plan(self._index)
         if plan.words is None:
-            self._backend.make_state((len(x), self._layer.heads, self._width))
+            if len(plan.shared.spans):
+                self._backend.make_state((len(x), self._layer.heads, self._width))
             plan.words = _step_words(plan, self._backend, len(x))
             self._scratch.write(plan.words, len(x))
         x, out = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)

@@ -150,15 +150,7 @@ def fuse_model(model: Any) -> int:
         return 0
     experts = pack_experts(model.module)
     layers = decoder_layers(model.module)
-    replaced = 0
-    # A layer that runs twice has pages for each time; one that reads another's KV gets it from that one's original.
-    if layers is not None and len(model.layers) == len(layers) and all(kv.source is None for kv in model.layers):
-        seen = watch(model, layers)
-        for i, layer in enumerate(layers):
-            fused = fuse_layer(layer, seen[i], model.dtype) if i in seen else None
-            if fused is not None:
-                layers[i] = fused
-                replaced += 1
+    replaced = replace_layers(model, fuse_layer)
     head = getattr(model.module, "lm_head", None)
     if type(head) is torch.nn.Linear:
         model.module.lm_head = PackedHead([head])
@@ -167,6 +159,21 @@ def fuse_model(model: Any) -> int:
     log.info(
         "%d of %d layers are fused; %d sets of experts, %d other products packed", replaced, count, experts, packed
     )
+    return replaced
+
+
+def replace_layers(model: Any, fuse: Callable[[Any, Seen, torch.dtype], Any]) -> int:
+    """Put what `fuse` makes of a layer, unless that is None, in its place; returns how many were replaced."""
+    layers = decoder_layers(model.module)
+    replaced = 0
+    # A layer that runs twice has pages for each time; one that reads another's KV gets it from that one's original.
+    if layers is not None and len(model.layers) == len(layers) and all(kv.source is None for kv in model.layers):
+        seen = watch(model, layers)
+        for i, layer in enumerate(layers):
+            fused = fuse(layer, seen[i], model.dtype) if i in seen else None
+            if fused is not None:
+                layers[i] = fused
+                replaced += 1
     return replaced
 
 

@@ -23,7 +23,7 @@ from batchrun.engine.layers import (
     has_known_parts,
     mlp_of,
     plain_attention,
-    watch,
+    replace_layers,
 )
 from batchrun.engine.linear import PackedLinear
 from batchrun.engine.mlp import GatedMLP, OriginalMLP, mlp_forms, parts
@@ -123,17 +123,8 @@ class DeviceLayer(torch.nn.Module):
 
 def fuse_on_device(model: Any) -> int:
     """Put fused layers into a PagedModel where they are shown to compute the same; returns how many were replaced."""
-    layers = decoder_layers(model.module)
-    replaced = 0
-    # A layer that runs twice has pages for each time; one that reads another's KV gets it from that one's original.
-    if layers is not None and len(model.layers) == len(layers) and all(kv.source is None for kv in model.layers):
-        seen = watch(model, layers)
-        for i, layer in enumerate(layers):
-            fused = fuse_device_layer(layer, seen[i], model.dtype) if i in seen else None
-            if fused is not None:
-                layers[i] = fused
-                replaced += 1
-    log.info("%d of %d layers are fused", replaced, len(layers or model.layers))
+    replaced = replace_layers(model, fuse_device_layer)
+    log.info("%d of %d layers are fused", replaced, len(decoder_layers(model.module) or model.layers))
     return replaced
 
 

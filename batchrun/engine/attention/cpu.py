@@ -167,7 +167,8 @@ class CpuAttention(AttentionBackend):
                 write_pages(keys, values, k_pages, v_pages, plan.slot_mapping, self.block_size)
         queries = elements(q.to(self.dtype))
         result = torch.empty((*q.shape[:2], shape.value_dim), dtype=self.dtype)
-        self.make_state((*q.shape[:2], shape.values[2]))
+        if len(plan.shared.spans):
+            self.make_state((*q.shape[:2], shape.values[2]))
         sinks = NO_SINKS if call.sinks is None else call.sinks.float().numpy()
         target, window, softcap = elements(result), call.window or 0, call.softcap or 0.0
 
