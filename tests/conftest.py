@@ -11,6 +11,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import hypothesis
 import pytest
+import torch
 
 from batchrun.assets import cache_folder
 from batchrun.demo import prepare_data, prepare_model
@@ -18,6 +19,12 @@ from batchrun.demo import prepare_data, prepare_model
 # The same examples on every run, and no verdict from the clock.
 hypothesis.settings.register_profile("batchrun", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("batchrun")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Tests run side by side, so a pool of threads would cost more than it brings; and what a test set ends with it."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from batchrun.bench import measure
 from batchrun.bench.engines import EngineSpec, parse_engine
@@ -14,8 +13,6 @@ from batchrun.bench.limits import Limits
 from batchrun.bench.process import Surroundings
 from batchrun.bench.tiny import save_tiny_model
 from batchrun.config import BenchConfig, Config, EngineConfig, ModelConfig, OutputConfig
-
-torch.set_num_threads(1)
 
 # Each token is the sum of the prompt and the token's place, so that every engine can agree on it.
 VLLM = """

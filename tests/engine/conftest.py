@@ -1,4 +1,4 @@
-"""Tiny models, each saved once per session. One torch thread: larger pools cost more than they bring here."""
+"""Tiny models, each saved once per session."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 import transformers
 
 from batchrun.assets import cache_folder
 from tests.assets import prepare_gemma
 from tests.engine.families import make_model
 
-torch.set_num_threads(1)
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 

@@ -181,7 +181,12 @@ def panel_products(
 
 
 def call(builder: Any, name: str, *arguments: Any) -> None:
-    """Emit an instruction of the unit."""
+    """Emit an instruction of the unit; nothing on a processor without it.
+
+    There LLVM stops the process at such an instruction, though it be in a branch that is never taken.
+    """
+    if not processor_has("amx-bf16"):
+        return
     kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
     builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}"), arguments)
 
