@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 PATIENCE_S = 0.2  # a step waits so long for news before it lets its caller look after other things
 AFFINITY_TOKENS = 64  # prompts that begin with the same tokens go to the same worker ...
-SLACK_TOKENS = 8192  # ... unless it has this many more tokens to do than the least busy one
+SLACK_TOKENS = 1024  # ... unless it has this many more tokens to do than the least busy one, which then has them too
 REMEMBERED_PREFIXES = 65_536
 QUEUED_SHARE = 0.25  # of its slots that a worker holds in waiting, so that it refills without asking
 MAX_DEATHS = 2  # a request that was in so many workers when they died is not given to another
@@ -63,7 +63,7 @@ class EnginePool:
         pooler: Pooler | None = None,
     ) -> None:
         self._waiting: deque[Request] = deque()
-        self._owner: dict[bytes, Worker] = {}
+        self._owners: dict[bytes, list[Worker]] = {}
         self._deaths: dict[Hashable, int] = {}
         self._steps: list[StepStats] = []
         self._pieces: list[Piece] = []
@@ -207,12 +207,17 @@ class EnginePool:
     def _route(self, request: Request, free: list[Worker]) -> Worker:
         prefix = np.asarray(request.prompt_ids[:AFFINITY_TOKENS], dtype=np.int64).tobytes()
         least = min(free, key=lambda worker: worker.load)
-        owner = self._owner.get(prefix)
-        if owner is None or owner not in free or owner.load > least.load + SLACK_TOKENS:
-            if len(self._owner) >= REMEMBERED_PREFIXES:
-                self._owner.clear()
-            self._owner[prefix] = owner = least
-        return owner
+        owners = self._owners.get(prefix, [])
+        known = [worker for worker in owners if worker in free]
+        if known and (best := min(known, key=lambda worker: worker.load)).load <= least.load + SLACK_TOKENS:
+            return best
+        if not owners:
+            if len(self._owners) >= REMEMBERED_PREFIXES:
+                self._owners.clear()
+            self._owners[prefix] = owners
+        if least not in owners:
+            owners.append(least)
+        return least
 
     def _listen(self, worker: Worker) -> None:
         """Take a worker's answers as they come, in a thread: while this side and the worker both waited to send, with
@@ -245,7 +250,9 @@ class EnginePool:
         """A worker is dead: its requests go to the others, save those that were in too many deaths."""
         worker.process.join(timeout=5)
         self._workers.remove(worker)
-        self._owner = {prefix: owner for prefix, owner in self._owner.items() if owner is not worker}
+        for owners in self._owners.values():
+            if worker in owners:
+                owners.remove(worker)
         code = worker.process.exitcode
         if not self._workers:
             raise BatchrunError(

@@ -118,13 +118,17 @@ def test_prompts_that_begin_alike_go_to_one_worker_until_it_is_busy(pool: Engine
     workers: list[Any] = [SimpleNamespace(load=0), SimpleNamespace(load=100)]
     alike = Request(0, random_prompt(9, 80))
     assert pool._route(alike, workers) is workers[0]
-    workers[0].load = 4000
+    workers[0].load = 900
     assert pool._route(Request(1, [*random_prompt(9, 80), 7]), workers) is workers[0]
     assert pool._route(Request(2, random_prompt(10, 80)), workers) is workers[1]
     workers[0].load = 20_000
+    assert pool._route(alike, workers) is workers[1], "which has what they begin with from now on"
+    workers[1].load = 20_001
+    assert pool._route(alike, workers) is workers[0]
+    workers[0].load = 20_002
     assert pool._route(alike, workers) is workers[1]
     assert pool._route(alike, workers[:1]) is workers[0]
-    pool._owner.clear()
+    pool._owners.clear()
 
 
 def test_rows_of_a_dead_worker_go_to_the_others(

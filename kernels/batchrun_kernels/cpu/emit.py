@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import binding, ir
+from numba import types
 from numba.core import cgutils, config
 
 LANES = 16  # floats of a vector
 LINE = 64  # bytes of a cache line
 
 BYTE, I16, I32, I64, FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
-FLOATS, WORDS = ir.VectorType(FLOAT, LANES), ir.VectorType(I32, LANES)
+FLOATS, WORDS, HALVES = (ir.VectorType(kind, LANES) for kind in (FLOAT, I32, I16))
 
 
 class BFloat(ir.Type):
@@ -44,6 +45,42 @@ def load(builder: Any, base: Any, at: Any, kind: Any) -> Any:
 
 def store(builder: Any, base: Any, at: Any, value: Any) -> None:
     builder.store(value, builder.bitcast(builder.gep(base, [at]), value.type.as_pointer()), align=2)
+
+
+def load_wide(builder: Any, base: Any, at: Any, kind: Any) -> Any:
+    """16 elements as float32; `kind` as `widen` of scalar.py takes them."""
+    if kind == types.uint16:
+        wide = builder.zext(load(builder, base, at, HALVES), WORDS)
+        return builder.bitcast(builder.shl(wide, ir.Constant(WORDS, [16] * LANES)), FLOATS)
+    if kind == types.int16:
+        halves = ir.VectorType(ir.HalfType(), LANES)
+        return builder.fpext(builder.bitcast(load(builder, base, at, HALVES), halves), FLOATS)
+    return load(builder, base, at, FLOATS)
+
+
+def store_narrow(builder: Any, base: Any, at: Any, value: Any, kind: Any) -> None:
+    """Store 16 float32, rounded to nearest, ties to even, to elements of that kind."""
+    if kind == types.uint16 and processor_has("avx512bf16"):
+        value = builder.bitcast(builder.fptrunc(value, ir.VectorType(BFloat(), LANES)), HALVES)
+    elif kind == types.uint16:
+        value = _upper_halves(builder, value)
+    elif kind == types.int16:
+        value = builder.bitcast(builder.fptrunc(value, ir.VectorType(ir.HalfType(), LANES)), HALVES)
+    store(builder, base, at, value)
+
+
+def _upper_halves(builder: Any, number: Any) -> Any:
+    """16 float32 as bfloat16, in integers: without an instruction for it LLVM calls a function that is not there."""
+
+    def same(value: int) -> ir.Constant:
+        return ir.Constant(WORDS, [value] * LANES)
+
+    bits = builder.bitcast(number, WORDS)
+    odd = builder.and_(builder.lshr(bits, same(16)), same(1))
+    rounded = builder.add(bits, builder.add(odd, same(0x7FFF)))
+    quiet = builder.or_(bits, same(0x400000))
+    kept = builder.select(builder.fcmp_unordered("uno", number, number), quiet, rounded)
+    return builder.trunc(builder.lshr(kept, same(16)), HALVES)
 
 
 def prefetch(builder: Any, pointer: Any, size: int) -> None:

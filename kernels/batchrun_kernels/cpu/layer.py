@@ -8,8 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import njit, types
+from numba.extending import intrinsic
 
+from batchrun_kernels.cpu.emit import FLOATS, LANES, load, load_wide, store, store_narrow, word
 from batchrun_kernels.cpu.scalar import LOG2E, exp2, larger, narrow, widen
 
 Array = np.ndarray
@@ -79,13 +81,14 @@ def rotate(x: Array, cos: Array, sin: Array, norms: Array, eps: float) -> None:
     """
     heads, dim = x.shape[1], x.shape[2]
     half = cos.shape[1] // 2
-    buffer = np.empty(dim, dtype=np.float32)
+    buffer, turns = np.empty(dim, dtype=np.float32), np.empty((4, half), dtype=np.float32)
     for t in range(x.shape[0]):
-        c, s = cos[t], sin[t]
+        for part in range(2):
+            _widen_row(cos[t, part * half : (part + 1) * half], turns[part])
+            _widen_row(sin[t, part * half : (part + 1) * half], turns[2 + part])
         for h in range(heads):
             row = x[t, h]
-            for i in range(row.shape[0]):
-                buffer[i] = widen(row[i])
+            _widen_row(row, buffer)
             if norms.shape[0]:
                 weight = norms[h]
                 total = np.float32(0.0)
@@ -96,12 +99,61 @@ def rotate(x: Array, cos: Array, sin: Array, norms: Array, eps: float) -> None:
                     buffer[i] *= scale * weight[i]
                 for i in range(row.shape[0]):
                     row[i] = narrow(buffer[i], row[i])
-            low, high = buffer[:half], buffer[half : 2 * half]
-            first, second = row[:half], row[half : 2 * half]
-            for i in range(first.shape[0]):
-                first[i] = narrow(low[i] * widen(c[i]) - high[i] * widen(s[i]), first[i])
-            for i in range(second.shape[0]):
-                second[i] = narrow(high[i] * widen(c[half + i]) + low[i] * widen(s[half + i]), second[i])
+            whole = half // LANES * LANES
+            for i in range(0, whole, LANES):
+                turn(buffer, turns, row, half, i)
+            for i in range(whole, half):
+                a, b = buffer[i], buffer[half + i]
+                row[i] = narrow(a * turns[0, i] - b * turns[2, i], row[i])
+                row[half + i] = narrow(b * turns[1, i] + a * turns[3, i], row[i])
+
+
+@njit(inline="always", error_model="numpy")
+def _widen_row(row, out):
+    """out float32 = the elements of a row."""
+    whole = out.shape[0] // LANES * LANES
+    for i in range(0, whole, LANES):
+        widen_lanes(row, out, i)
+    for i in range(whole, out.shape[0]):
+        out[i] = widen(row[i])
+
+
+@intrinsic
+def widen_lanes(context, row, out, at):
+    """out[at : at + 16] = row[at : at + 16], widened to float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        source, target = _data(context, builder, signature, arguments)
+        store(builder, target, arguments[2], load_wide(builder, source, arguments[2], row.dtype))
+        return context.get_dummy_value()
+
+    return types.void(row, out, types.intp), generate
+
+
+@intrinsic
+def turn(context, wide, turns, row, half, at):
+    """Rotate 16 pairs of a head from `at` on: float32 in `wide`, rounded into `row`; turns float32 [4, half]."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        source, angles, target = _data(context, builder, signature, arguments)
+        half, low = arguments[3:]
+        high = builder.add(half, low)
+        a, b = (load(builder, source, place, FLOATS) for place in (low, high))
+        rows = [builder.add(builder.mul(half, word(row)), low) for row in range(4)]
+        cos_low, cos_high, sin_low, sin_high = (load(builder, angles, place, FLOATS) for place in rows)
+        first = builder.fsub(builder.fmul(a, cos_low), builder.fmul(b, sin_low))
+        second = builder.fadd(builder.fmul(b, cos_high), builder.fmul(a, sin_high))
+        for place, value in ((low, first), (high, second)):
+            store_narrow(builder, target, place, value, row.dtype)
+        return context.get_dummy_value()
+
+    return types.void(wide, turns, row, types.intp, types.intp), generate
+
+
+def _data(context: Any, builder: Any, signature: Any, arguments: Any) -> list[Any]:
+    """Where the elements of the arrays among the arguments begin."""
+    pairs = zip(signature.args, arguments, strict=True)
+    return [context.make_array(kind)(context, builder, a).data for kind, a in pairs if isinstance(kind, types.Array)]
 
 
 @njit(nogil=True, cache=True, error_model="numpy")  # masked logits are minus infinity, which fastmath rules out

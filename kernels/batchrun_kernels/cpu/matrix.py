@@ -29,13 +29,12 @@ from batchrun_kernels.cpu.amx import (
     release_tiles,
     set_shapes,
 )
-from batchrun_kernels.cpu.emit import FLOATS, I16, I32, LANES, BFloat, load, store, word
+from batchrun_kernels.cpu.emit import FLOATS, HALVES, I16, LANES, WORDS, BFloat, load, store, word
 from batchrun_kernels.cpu.layer import gated_gelu_tanh, gated_silu
 from batchrun_kernels.cpu.product import NONE, SILU
 
 PANEL = COLUMNS  # output features whose sums are in tiles at once
 PANEL_BYTES = 4 * PANEL  # of a row of sums
-HALVES, WORDS = ir.VectorType(I16, LANES), ir.VectorType(I32, LANES)
 # Lines of the coming panel to fetch in a step: with one tile of rows all of it, with many there is time enough.
 WHOLE, SOME = 2 * TILE, 4
 
