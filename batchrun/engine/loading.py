@@ -107,4 +107,5 @@ def load_single(
         config.max_num_seqs,
         config.max_batched_tokens,
         tuple(checkpoint.adapters),
+        overlap=config.overlap == "on" or (config.overlap == "auto" and device.type == "cuda"),
     )

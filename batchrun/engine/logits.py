@@ -21,7 +21,7 @@ def edit_logits(logits: torch.Tensor, slots: Slots, rows: np.ndarray) -> np.ndar
 
     Returns their places in `rows` (int64 [E]).
     """
-    generated = slots.num_tokens[rows] - slots.num_prompt[rows]
+    generated = slots.num_tokens[rows] + slots.unread[rows] - slots.num_prompt[rows]
     early = generated < slots.min_tokens[rows]
     asking = np.flatnonzero(slots.edited[rows] | early)
     if not len(asking):
@@ -35,12 +35,12 @@ def edit_logits(logits: torch.Tensor, slots: Slots, rows: np.ndarray) -> np.ndar
     return asking
 
 
-def without_choice(logits: torch.Tensor, places: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Those of the places (int64 [E]) whose token of `tokens` (int64 [K]) is one that cannot be: they had no other."""
-    if not len(places):
-        return places
-    place, token = _on(logits, places, tokens[places])
-    return places[(logits[place, token] == NEVER).cpu().numpy()]
+def mark_without_choice(logits: torch.Tensor, places: np.ndarray, tokens: torch.Tensor) -> None:
+    """Put -1 for those of `tokens` (int64 [K]) at places (int64 [E]) that cannot be: these rows had no other."""
+    if len(places):
+        place = torch.from_numpy(places).to(logits.device)
+        token = tokens[place]
+        tokens[place] = torch.where(logits[place, token] == NEVER, -1, token)
 
 
 def _penalise_repetition(scores: torch.Tensor, slots: Slots, rows: np.ndarray) -> None:

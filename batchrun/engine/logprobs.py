@@ -43,13 +43,12 @@ class StepLogprobs:
 
     def __init__(self, logits: torch.Tensor, asking: np.ndarray, most: int) -> None:
         """logits float32 [K, V]; `asking` int64 [A]: places of rows; `most`: tokens that any of them wants."""
-        self._asking = asking
-        self._all = logits[torch.from_numpy(asking).to(logits.device)].log_softmax(dim=-1)
+        self._asking = torch.from_numpy(asking).to(logits.device)
+        self._all = logits[self._asking].log_softmax(dim=-1)
         self._best = self._all.topk(most, dim=-1)
 
-    def with_chosen(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def with_chosen(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """ids int32 and log-probabilities float32 [A, 1 + most], those of the step's tokens (int64 [K]) in front."""
-        chosen = tokens[self._asking][:, None]
-        values = self._all.gather(1, torch.from_numpy(chosen).to(self._all.device))
-        ids = np.concatenate([chosen, self._best.indices.cpu().numpy()], axis=1).astype(np.int32)
-        return ids, torch.cat([values, self._best.values], dim=1).cpu().numpy()
+        chosen = tokens[self._asking][:, None].clamp(min=0)
+        ids = torch.cat([chosen, self._best.indices], dim=1).int()
+        return ids, torch.cat([self._all.gather(1, chosen), self._best.values], dim=1)

@@ -1,0 +1,99 @@
+"""A step on the device: the model, what rows want of their logits, the tokens. Nothing here waits for the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from batchrun.engine.batch import Batch
+from batchrun.engine.constraints import Masks
+from batchrun.engine.feedback import Feedback
+from batchrun.engine.host_copy import HostCopy
+from batchrun.engine.logits import edit_logits, mark_without_choice
+from batchrun.engine.logprobs import StepLogprobs
+from batchrun.engine.model import PagedModel
+from batchrun.engine.sampler import sample
+from batchrun.engine.slots import Slots
+
+
+@dataclass(slots=True)
+class Drawn:
+    """What a step has sampled, on the device. `asking` int64 [A]: places of rows that want log-probabilities."""
+
+    tokens: torch.Tensor  # int64 [K]; -1 for a row that no token is left for
+    asking: np.ndarray | None = None
+    ids: torch.Tensor | None = None  # int32 [A, 1 + most], the row's token in front
+    logprobs: torch.Tensor | None = None  # float32 [A, 1 + most]
+
+
+@dataclass(slots=True)
+class Launched:
+    """A step that the device has been given: the handle to what comes of it."""
+
+    batch: Batch
+    hidden: Any  # of all its tokens, if it tells something of given ones
+    tokens: HostCopy  # int64 [K]
+    asking: np.ndarray | None  # as in Drawn
+    ids: HostCopy | None
+    logprobs: HostCopy | None
+    started: float  # when it was planned: seconds, time.perf_counter
+
+
+class Executor:
+    """Launches the steps of an engine. With `feeds`, tokens of a step are kept on the device for the next one."""
+
+    def __init__(self, model: PagedModel, slots: Slots, feeds: bool) -> None:
+        self.model = model
+        self.slots = slots
+        self.feeds = feeds
+        if feeds:
+            model.feedback = Feedback(slots.capacity, model.device)
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch, masks: Masks | None, started: float) -> Launched:
+        """Raises torch.OutOfMemoryError; the step may then be launched again, in smaller ones."""
+        hidden = self.model.hidden(batch)
+        drawn = self.draw(batch, self.model.logits(hidden, batch.logits_index), masks)
+        launched = Launched(
+            batch=batch,
+            hidden=hidden if self.slots.scoring[batch.slots].any() else None,
+            tokens=HostCopy(drawn.tokens),
+            asking=drawn.asking,
+            ids=None if drawn.ids is None else HostCopy(drawn.ids),
+            logprobs=None if drawn.logprobs is None else HostCopy(drawn.logprobs),
+            started=started,
+        )
+        # After all that may fail: a step that is launched again takes the tokens from before this one.
+        if self.feeds and len(batch.sampled) and self.model.feedback is not None:
+            slots = torch.from_numpy(batch.slots[batch.sampled]).to(drawn.tokens.device)
+            self.model.feedback.note(drawn.tokens, slots)
+        return launched
+
+    def draw(self, batch: Batch, logits: Any, masks: Masks | None) -> Drawn:
+        """The next token of each row that samples, from logits [K, V]."""
+        slots, rows = self.slots, batch.slots[batch.sampled]
+        if not len(rows):
+            return Drawn(torch.empty(0, dtype=torch.int64))
+        asking = np.flatnonzero(slots.num_logprobs[rows] >= 0)
+        if len(asking) or (slots.edited[rows] | (slots.min_tokens[rows] > 0)).any():
+            logits = logits.float()
+        logprobs = StepLogprobs(logits, asking, int(slots.num_logprobs[rows].max())) if len(asking) else None
+        edited = edit_logits(logits, slots, rows)
+        if masks is not None:
+            masks.apply(logits)
+        tokens = sample(
+            logits,
+            slots.temperature[rows],
+            slots.top_k[rows],
+            slots.top_p[rows],
+            slots.min_p[rows],
+            slots.seed[rows],
+            slots.num_tokens[rows] + slots.unread[rows],
+        )
+        mark_without_choice(logits, edited, tokens)
+        if logprobs is None:
+            return Drawn(tokens)
+        return Drawn(tokens, asking, *logprobs.with_chosen(tokens))
