@@ -41,6 +41,9 @@ class EngineConfig:
     overlap: str = setting(
         "auto", "plan a step while the device computes the one before: on, off, or auto (on a GPU)", identity=False
     )
+    cuda_graphs: str = setting(
+        "auto", "launch decode steps as graphs: on, off, or auto (on a GPU, for jobs that last)", identity=False
+    )
     workers: str = setting(
         "auto", "engine processes: a number, or auto (one per GPU; small models on a CPU: one per core)", identity=False
     )
@@ -50,6 +53,7 @@ class EngineConfig:
         one_of("engine.attention", self.attention, ATTENTION)
         one_of("engine.kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         one_of("engine.overlap", self.overlap, SWITCH)
+        one_of("engine.cuda_graphs", self.cuda_graphs, SWITCH)
         in_range("engine.block_size", self.block_size, 1, 1024)
         if self.batch_invariant and self.block_size < INVARIANT_BLOCK_SIZE:
             raise ConfigError(

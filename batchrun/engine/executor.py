@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,14 +50,31 @@ class Executor:
         self.model = model
         self.slots = slots
         self.feeds = feeds
+        self.graphs: Any = None  # a DecodeGraphs, which only a machine with Triton can import
         if feeds:
             model.feedback = Feedback(slots.capacity, model.device)
+
+    def record(
+        self, recorder: Any, max_model_len: int, expected_steps: Callable[[], float], at_once: bool = False
+    ) -> None:
+        """Replay decode steps from now on: see DecodeGraphs, whose errors this raises."""
+        from batchrun.engine.graphs import DecodeGraphs
+
+        if self.model.feedback is None:
+            self.model.feedback = Feedback(self.slots.capacity, self.model.device)
+        self.graphs = DecodeGraphs(self.model, self.slots, max_model_len, recorder, expected_steps, at_once)
 
     @torch.inference_mode()
     def launch(self, batch: Batch, masks: Masks | None, started: float) -> Launched:
         """Raises torch.OutOfMemoryError; the step may then be launched again, in smaller ones."""
-        hidden = self.model.hidden(batch)
-        drawn = self.draw(batch, self.model.logits(hidden, batch.logits_index), masks)
+        hidden, noted = None, False
+        if self.graphs is not None and self.graphs.take(batch):
+            logits, tokens = self.graphs.run(batch)
+            noted = masks is None and not self._edits(batch)
+            drawn = Drawn(tokens) if noted else self.draw(batch, logits, masks)
+        else:
+            hidden = self.model.hidden(batch)
+            drawn = self.draw(batch, self.model.logits(hidden, batch.logits_index), masks)
         launched = Launched(
             batch=batch,
             hidden=hidden if self.slots.scoring[batch.slots].any() else None,
@@ -67,10 +85,16 @@ class Executor:
             started=started,
         )
         # After all that may fail: a step that is launched again takes the tokens from before this one.
-        if self.feeds and len(batch.sampled) and self.model.feedback is not None:
+        if self.feeds and not noted and len(batch.sampled) and self.model.feedback is not None:
             slots = torch.from_numpy(batch.slots[batch.sampled]).to(drawn.tokens.device)
             self.model.feedback.note(drawn.tokens, slots)
         return launched
+
+    def _edits(self, batch: Batch) -> bool:
+        """Whether rows want more of their logits than a draw."""
+        slots, rows = self.slots, batch.slots[batch.sampled]
+        early = slots.num_tokens[rows] + slots.unread[rows] < slots.num_prompt[rows] + slots.min_tokens[rows]
+        return bool((early | slots.edited[rows] | (slots.num_logprobs[rows] >= 0)).any())
 
     def draw(self, batch: Batch, logits: Any, masks: Masks | None) -> Drawn:
         """The next token of each row that samples, from logits [K, V]."""

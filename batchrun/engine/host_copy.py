@@ -10,12 +10,11 @@ class HostCopy:
     """A copy that is begun now and waited for when it is read. What was launched in between does not wait for it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-        self._arrived: torch.cuda.Event | None = None
-        if tensor.device.type == "cuda":
-            self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._tensor.copy_(tensor, non_blocking=True)
-            self._arrived = torch.cuda.Event()
+        on_gpu = tensor.device.type == "cuda"
+        self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
+        self._tensor.copy_(tensor, non_blocking=True)
+        self._arrived = torch.cuda.Event() if on_gpu else None
+        if self._arrived is not None:
             self._arrived.record(torch.cuda.current_stream(tensor.device))
 
     def read(self) -> np.ndarray:

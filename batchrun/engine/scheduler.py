@@ -98,6 +98,14 @@ class Scheduler:
                 self._register_blocks(int(slot), full - 1, full)
         return here
 
+    def expected_steps(self) -> float:
+        """Steps until the rows that run and wait are through, as far as the lengths of others tell."""
+        slots, rows = self.slots, self.slots.order
+        if not len(rows):
+            return 0.0
+        left = self.estimate.share * (slots.max_total[rows] - slots.num_tokens[rows]).mean()
+        return float(left) * (1 + len(self.waiting) / len(rows))
+
     def lower_budget(self, tokens: int) -> None:
         """Let steps have at most so many tokens from now on; the rows of a step that failed are in the next ones."""
         log.warning("a step found no memory: from now on steps have at most %d tokens", tokens)
