@@ -160,7 +160,9 @@ def _model_free_engine(running: int) -> Engine:
     """An engine whose model computes nothing, with pages for all the rows that run."""
     longest = PROMPT_TOKENS + MOST_TOKENS
     pool = BlockPool(running * (-(-longest // BLOCK_SIZE) + 1), BLOCK_SIZE)
-    model: Any = SimpleNamespace(vocab_size=256, hidden=lambda batch: None, logits=lambda hidden, index: None)
+    model: Any = SimpleNamespace(
+        vocab_size=256, device=torch.device("cpu"), hidden=lambda batch: None, logits=lambda hidden, index: None
+    )
     tokenizer: Any = SimpleNamespace(decode=lambda ids, skip_special_tokens: "")
     engine = Engine(model, tokenizer, pool, {END}, longest, running, running * PROMPT_TOKENS)
     rng = np.random.default_rng(0)

@@ -11,6 +11,7 @@ import torch
 
 from batchrun.engine.batch import Batch
 from batchrun.engine.constraints import Masks
+from batchrun.engine.device import runs_triton
 from batchrun.engine.feedback import Feedback
 from batchrun.engine.host_copy import HostCopy
 from batchrun.engine.logits import edit_logits, mark_without_choice
@@ -51,8 +52,15 @@ class Executor:
         self.slots = slots
         self.feeds = feeds
         self.graphs: Any = None  # a DecodeGraphs, which only a machine with Triton can import
-        if feeds:
+        self._counts: Any = None  # a TokenCounts, likewise
+        on_triton = runs_triton(model.device)
+        if feeds or on_triton:
             model.feedback = Feedback(slots.capacity, model.device)
+        if on_triton:
+            from batchrun.engine.token_counts import TokenCounts
+
+            self._counts = TokenCounts(slots, model.vocab_size, model.device)
+            slots.counts_apart = True
 
     def record(
         self, recorder: Any, max_model_len: int, expected_steps: Callable[[], float], at_once: bool = False
@@ -85,10 +93,18 @@ class Executor:
             started=started,
         )
         # After all that may fail: a step that is launched again takes the tokens from before this one.
-        if self.feeds and not noted and len(batch.sampled) and self.model.feedback is not None:
-            slots = torch.from_numpy(batch.slots[batch.sampled]).to(drawn.tokens.device)
-            self.model.feedback.note(drawn.tokens, slots)
+        if not noted and len(batch.sampled):
+            self._note(batch.slots[batch.sampled], drawn.tokens)
         return launched
+
+    def _note(self, rows: np.ndarray, tokens: torch.Tensor) -> None:
+        """Keep the tokens (int64 [K]) of the slots `rows` on the device, for the next step and its penalties."""
+        counted = self._counts is not None and self._counts.table is not None
+        if self.model.feedback is not None and (self.feeds or counted):
+            slots = torch.from_numpy(rows).to(tokens.device)
+            self.model.feedback.note(tokens, slots, self._counts.table if counted else None)
+        if counted:
+            self._counts.sampled(rows)
 
     def _edits(self, batch: Batch) -> bool:
         """Whether rows want more of their logits than a draw."""
@@ -105,7 +121,7 @@ class Executor:
         if len(asking) or (slots.edited[rows] | (slots.min_tokens[rows] > 0)).any():
             logits = logits.float()
         logprobs = StepLogprobs(logits, asking, int(slots.num_logprobs[rows].max())) if len(asking) else None
-        edited = edit_logits(logits, slots, rows)
+        edited = edit_logits(logits, slots, rows, self._counts)
         if masks is not None:
             masks.apply(logits)
         tokens = sample(

@@ -22,6 +22,13 @@ class Feedback:
         else:
             token_ids.copy_(torch.where(fed >= 0, self.newest[fed], token_ids))
 
-    def note(self, tokens: torch.Tensor, slots: torch.Tensor) -> None:
-        """These are the newest tokens (int64 [K], -1 for none that can be) of distinct slots (int64 [K])."""
-        self.newest[slots] = tokens.clamp(min=0)
+    def note(self, tokens: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor | None = None) -> None:
+        """These are the newest tokens (int64 [K], -1 for none that can be) of slots (int64 [K]), distinct but for the
+        place of none. They are counted in a table of TokenCounts, which only a device with Triton has."""
+        tokens = tokens.clamp(min=0)
+        if runs_triton(tokens.device):
+            from batchrun_kernels.gather_last import note_tokens
+
+            note_tokens(tokens, slots, self.newest, counts)
+        else:
+            self.newest[slots] = tokens

@@ -41,7 +41,7 @@ FIELDS = {  # of each row, with what stands in rows of padding
     "token_ids": (torch.int64, 0),
     "fed": (torch.int64, -1),
     "positions": (torch.int64, 0),
-    "slots": (torch.int64, -1),  # the last place of `newest` belongs to nobody
+    "slots": (torch.int64, None),  # there, the place of `newest` that belongs to none
     "temperature": (torch.float32, 0),
     "top_k": (torch.int64, 0),
     "top_p": (torch.float32, 1),
@@ -147,7 +147,7 @@ class DecodeGraphs:
     def _fill(self, batch: Batch | None, size: int) -> None:
         arrays, count = self._inputs.open(), 0 if batch is None else len(batch.slots)
         for name, (_, padding) in FIELDS.items():
-            arrays[name][count:size] = padding
+            arrays[name][count:size] = self._slots.capacity if padding is None else padding
         if batch is not None:
             slots, rows = self._slots, batch.slots
             arrays["token_ids"][:count], arrays["positions"][:count] = batch.token_ids, batch.positions

@@ -45,7 +45,9 @@ class Slots:
         self.frequency_penalty = np.zeros(capacity, dtype=np.float32)
         self.min_tokens = np.zeros(capacity, dtype=np.int64)
         self.edited = np.zeros(capacity, dtype=bool)  # has penalties or token rules: see logits.py
-        self.looks_back = np.zeros(capacity, dtype=bool)  # of these, such as depend on the tokens so far
+        self.penalised = np.zeros(capacity, dtype=bool)  # of these, has penalties
+        self.looks_back = np.zeros(capacity, dtype=bool)  # of these, has rules that depend on the tokens so far
+        self.counts_apart = False  # the device counts tokens: penalties need none from here
         self.num_logprobs = np.full(capacity, -1, dtype=np.int64)  # -1: none, 0: of the generated tokens alone
         self.ignore_eos = np.zeros(capacity, dtype=bool)
         self.watched = np.zeros(capacity, dtype=bool)  # has stop strings or stop token ids of its own, or thinks
@@ -69,6 +71,8 @@ class Slots:
     def need_host(self, rows: np.ndarray) -> bool:
         """Whether any of the slots `rows` must have its last token read before its next step can be planned."""
         needs = self.constrained[rows] | self.thinks[rows] | self.looks_back[rows] | self.scoring[rows]
+        if not self.counts_apart:
+            needs |= self.penalised[rows]
         return bool(needs.any())
 
     def put(self, sequence: Sequence, blocks: RowBlocks, num_computed: int) -> int:
@@ -95,9 +99,10 @@ class Slots:
         self.presence_penalty[slot] = params.presence_penalty
         self.frequency_penalty[slot] = params.frequency_penalty
         penalised = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+        self.penalised[slot] = bool(penalised)
         rules = sequence.rules
         self.edited[slot] = bool(penalised) or (rules is not None and rules.lasting)
-        self.looks_back[slot] = bool(penalised) or (rules is not None and bool(rules.bad_words))
+        self.looks_back[slot] = rules is not None and bool(rules.bad_words)
         self.num_logprobs[slot] = -1 if sequence.logprobs is None else sequence.logprobs.count
         thinks = sequence.thinking is not None and not sequence.thinking.over
         self.thinks[slot] = thinks
