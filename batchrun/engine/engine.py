@@ -24,6 +24,7 @@ from batchrun.engine.refusals import Refusals
 from batchrun.engine.scheduler import Scheduler
 from batchrun.engine.sequence import Sequence
 from batchrun.engine.stats import StepStats
+from batchrun.engine.step_errors import naming_step
 from batchrun.engine.stops import Stops
 from batchrun.engine.thinking import Thinkers
 from batchrun.engine.token_rules import RuleBook
@@ -68,6 +69,7 @@ class Engine:
         self._refused: list[Completion] = []
         self._flying: Launched | None = None  # the step whose tokens are not read yet
         self._read_at = 0.0  # when those of the one before were
+        self._num_launched = 0
         self._num_added = 0
         self.constraints = Constraints(tokenizer, model.vocab_size, eos_ids)
         self._forms = Forms(self.constraints, self.rules, self.scheduler.slots)
@@ -196,14 +198,16 @@ class Engine:
 
     def _launch(self, batch: Batch, started: float) -> Launched | None:
         """None if the step finds no memory: the next ones are smaller."""
-        masks = self._forms.begin_masks(batch)
+        masks, number = self._forms.begin_masks(batch), self._num_launched + 1
         try:
-            launched = self.executor.launch(batch, masks, started)
+            with naming_step(number, batch, self.scheduler.slots):
+                launched = self.executor.launch(batch, masks, started, number)
         except torch.OutOfMemoryError:
             if batch.num_tokens == 1:
                 raise
             self.scheduler.lower_budget(batch.num_tokens // 2)
             return None
+        self._num_launched = number
         self.scheduler.advance(batch)
         return launched
 
@@ -212,7 +216,9 @@ class Engine:
 
     def _collect(self, launched: Launched) -> list[Completion]:
         """Read what a step has computed: the requests that it finished."""
-        batch, tokens = launched.batch, launched.tokens.read()
+        batch = launched.batch
+        with naming_step(launched.number, batch, self.scheduler.slots):
+            tokens = launched.tokens.read()
         here = self.scheduler.receive(batch, tokens)
         rows, tokens = batch.slots[batch.sampled][here], tokens[here]
         if launched.asking is not None and launched.ids is not None and launched.logprobs is not None:

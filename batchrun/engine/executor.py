@@ -42,6 +42,7 @@ class Launched:
     ids: HostCopy | None
     logprobs: HostCopy | None
     started: float  # when it was planned: seconds, time.perf_counter
+    number: int  # of the step, from 1
 
 
 class Executor:
@@ -73,7 +74,7 @@ class Executor:
         self.graphs = DecodeGraphs(self.model, self.slots, max_model_len, recorder, expected_steps, at_once)
 
     @torch.inference_mode()
-    def launch(self, batch: Batch, masks: Masks | None, started: float) -> Launched:
+    def launch(self, batch: Batch, masks: Masks | None, started: float, number: int) -> Launched:
         """Raises torch.OutOfMemoryError; the step may then be launched again, in smaller ones."""
         hidden, noted = None, False
         if self.graphs is not None and self.graphs.take(batch):
@@ -91,6 +92,7 @@ class Executor:
             ids=None if drawn.ids is None else HostCopy(drawn.ids),
             logprobs=None if drawn.logprobs is None else HostCopy(drawn.logprobs),
             started=started,
+            number=number,
         )
         # After all that may fail: a step that is launched again takes the tokens from before this one.
         if not noted and len(batch.sampled):
