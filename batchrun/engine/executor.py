@@ -102,7 +102,7 @@ class Executor:
     def _note(self, rows: np.ndarray, tokens: torch.Tensor) -> None:
         """Keep the tokens (int64 [K]) of the slots `rows` on the device, for the next step and its penalties."""
         counted = self._counts is not None and self._counts.table is not None
-        if self.model.feedback is not None and (self.feeds or counted):
+        if (self.feeds or counted) and self.model.feedback is not None:
             slots = torch.from_numpy(rows).to(tokens.device)
             self.model.feedback.note(tokens, slots, self._counts.table if counted else None)
         if counted:
