@@ -10,6 +10,7 @@ from batchrun.errors import ConfigError
 ATTENTION = ("auto", "torch", "cpu", "triton")
 KV_CACHE_DTYPES = ("auto", "int8")
 SWITCH = ("auto", "on", "off")
+YAML_SWITCH = {"True": "on", "False": "off"}  # what YAML makes of the bare words
 INVARIANT_BLOCK_SIZE = 128  # tokens, as many as the CPU's attention looks at together
 
 
@@ -52,6 +53,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         one_of("engine.attention", self.attention, ATTENTION)
         one_of("engine.kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        self.overlap = YAML_SWITCH.get(self.overlap, self.overlap)
+        self.cuda_graphs = YAML_SWITCH.get(self.cuda_graphs, self.cuda_graphs)
         one_of("engine.overlap", self.overlap, SWITCH)
         one_of("engine.cuda_graphs", self.cuda_graphs, SWITCH)
         in_range("engine.block_size", self.block_size, 1, 1024)

@@ -10,11 +10,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 
+from batchrun.config import EngineConfig
 from batchrun.engine.llm import LLM
 from batchrun.engine.params import Completion, Request, SamplingParams
 from batchrun.engine.structure import StructuredOutputs
+from batchrun.errors import ConfigError
 from tests.engine.families import assert_idle, engine_of, generate, load, make_optimistic, random_prompt
 
 SHARED = random_prompt(0, 20)
@@ -148,6 +151,15 @@ def test_a_step_without_memory_is_made_smaller(overlap: str, llama: Path, monkey
     done, _ = run(llm, requests)
     assert {key: c.token_ids for key, c in done.items()} == {key: c.token_ids for key, c in expected.items()}
     assert len(failed) >= 2
+
+
+def test_switches_may_be_bare_words_of_yaml() -> None:
+    written = OmegaConf.merge(OmegaConf.structured(EngineConfig), OmegaConf.create("overlap: on\ncuda_graphs: off"))
+    config = OmegaConf.to_object(written)
+    assert isinstance(config, EngineConfig)
+    assert (config.overlap, config.cuda_graphs) == ("on", "off")
+    with pytest.raises(ConfigError, match="overlap"):
+        EngineConfig(overlap="yes")
 
 
 rows = st.lists(
