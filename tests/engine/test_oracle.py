@@ -15,6 +15,7 @@ from batchrun.engine.kv_cache import BlockPool
 from batchrun.engine.llm import LLM
 from batchrun.engine.params import Completion, Request, SamplingParams
 from batchrun.engine.scheduler import Scheduler
+from batchrun.engine.stops import Stops
 from batchrun.errors import ConfigError
 from tests.engine.families import (
     FAMILIES,
@@ -73,6 +74,7 @@ def load_tight(folder: Path, max_batched_tokens: int, longest: int, **options: A
     engine.pool = BlockPool(int(1.07 * blocks) + 1, engine.pool.block_size, groups=engine.pool.groups)
     engine.scheduler = Scheduler(engine.pool, engine.scheduler.slots.capacity, max_batched_tokens)
     engine.executor = Executor(engine.model, engine.scheduler.slots, feeds=engine.overlap)
+    engine._stops = Stops(engine.scheduler.slots, engine.tokenizer)
     return llm
 
 
