@@ -21,6 +21,10 @@ class BatchrunError(Exception):
     exit_code = 1
 
 
+class StepError(BatchrunError):
+    """The device has failed in a step of the engine, which is of no use from then on."""
+
+
 class ConfigError(BatchrunError):
     """A setting that cannot work. The message names the value, the limit and the remedy."""
 

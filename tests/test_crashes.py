@@ -17,7 +17,7 @@ import pytest
 
 from batchrun.config import Config
 from batchrun.data.journal import _lines
-from batchrun.engine.engine import row_seed, sample_seed
+from batchrun.engine.seeds import row_seed, sample_seed
 from tests import fake
 from tests.engine.families import make_model
 from tests.test_runner import job, write_input

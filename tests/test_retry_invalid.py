@@ -9,8 +9,8 @@ import pytest
 
 from batchrun import runner
 from batchrun.config import Config
-from batchrun.engine.engine import row_seed
 from batchrun.engine.params import Completion
+from batchrun.engine.seeds import row_seed
 from batchrun.errors import BatchrunError, ConfigError, FingerprintMismatch
 from tests import fake
 from tests.engine.families import make_model

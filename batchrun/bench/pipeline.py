@@ -24,8 +24,8 @@ from batchrun.bench.measure import as_table, machine_name, output_folder
 from batchrun.bench.tiny import save_tiny_model
 from batchrun.config import Config, InputConfig, ModelConfig, OutputConfig, PromptConfig
 from batchrun.data.runs import new_run_id
-from batchrun.engine.engine import StepStats
 from batchrun.engine.params import Completion, Request
+from batchrun.engine.stats import StepStats
 
 ROWS = 1_000_000
 FILE_ROWS, GROUP_ROWS, CHUNK_ROWS = 1_000_000, 50_000, 10_000

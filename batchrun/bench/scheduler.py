@@ -27,6 +27,7 @@ from batchrun.data.runs import new_run_id
 from batchrun.engine import scheduler as scheduling
 from batchrun.engine.batch import Batch
 from batchrun.engine.engine import Engine
+from batchrun.engine.executor import Drawn
 from batchrun.engine.kv_cache import BlockPool
 from batchrun.engine.params import Request, SamplingParams
 from batchrun.errors import BatchrunError
@@ -87,7 +88,7 @@ def run(config: Config) -> int:
 def measure_steps(waiting: int, running: int, steps: int) -> StepCost:
     """Time `steps` steps with `running` rows at work while `waiting` more wait; rows that end are replaced."""
     engine, numbers = _model_free_engine(running), iter(range(sys.maxsize))
-    timers: dict[str, list[float]] = {"schedule": [], "make_batch": [], "advance": [], "collect": []}
+    timers: dict[str, list[float]] = {name: [] for name in ("schedule", "make_batch", "advance", "receive", "collect")}
     adding = _add(engine, numbers, running + waiting)
     for _ in range(SETTLING_STEPS):
         _add(engine, numbers, len(engine.step()))
@@ -96,7 +97,8 @@ def measure_steps(waiting: int, running: int, steps: int) -> StepCost:
         _timed(engine.scheduler, "schedule", timers["schedule"]),
         _timed(scheduling, "make_batch", timers["make_batch"]),
         _timed(engine.scheduler, "advance", timers["advance"]),
-        _timed(engine, "_collect", timers["collect"]),
+        _timed(engine.scheduler, "receive", timers["receive"]),
+        _timed(engine, "_find_ends", timers["collect"]),
     ):
         finished = 0
         for _ in range(steps):
@@ -106,6 +108,7 @@ def measure_steps(waiting: int, running: int, steps: int) -> StepCost:
             engine.take_steps()
     micro = {name: MICRO * np.array(times) for name, times in timers.items()}
     micro["schedule"] = micro["schedule"] - micro["make_batch"]
+    micro["advance"] = micro["advance"] + micro.pop("receive")
     totals = np.sum(list(micro.values()), axis=0)
     return StepCost(
         waiting=waiting,
@@ -157,15 +160,17 @@ def _model_free_engine(running: int) -> Engine:
     """An engine whose model computes nothing, with pages for all the rows that run."""
     longest = PROMPT_TOKENS + MOST_TOKENS
     pool = BlockPool(running * (-(-longest // BLOCK_SIZE) + 1), BLOCK_SIZE)
-    model: Any = SimpleNamespace(vocab_size=256, hidden=lambda batch: None, logits=lambda hidden, index: None)
+    model: Any = SimpleNamespace(
+        vocab_size=256, device=torch.device("cpu"), hidden=lambda batch: None, logits=lambda hidden, index: None
+    )
     tokenizer: Any = SimpleNamespace(decode=lambda ids, skip_special_tokens: "")
     engine = Engine(model, tokenizer, pool, {END}, longest, running, running * PROMPT_TOKENS)
     rng = np.random.default_rng(0)
 
-    def sample(batch: Batch, logits: Any, masks: None) -> np.ndarray:
-        return np.where(rng.random(len(batch.sampled)) < 1 / OUTPUT_TOKENS, END, TOKEN)
+    def draw(batch: Batch, logits: Any, masks: None) -> Drawn:
+        return Drawn(torch.from_numpy(np.where(rng.random(len(batch.sampled)) < 1 / OUTPUT_TOKENS, END, TOKEN)))
 
-    engine._sample = sample  # type: ignore[method-assign, assignment]
+    engine.executor.draw = draw  # type: ignore[method-assign, assignment]
     return engine
 
 

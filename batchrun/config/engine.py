@@ -9,6 +9,8 @@ from batchrun.errors import ConfigError
 
 ATTENTION = ("auto", "torch", "cpu", "triton")
 KV_CACHE_DTYPES = ("auto", "int8")
+SWITCH = ("auto", "on", "off")
+YAML_SWITCH = {"True": "on", "False": "off"}  # what YAML makes of the bare words
 INVARIANT_BLOCK_SIZE = 128  # tokens, as many as the CPU's attention looks at together
 
 
@@ -37,6 +39,12 @@ class EngineConfig:
     batch_invariant: bool = setting(
         False, "bitwise the same completion of a row in any batch, on one thread of the CPU", identity=True
     )
+    overlap: str = setting(
+        "auto", "plan a step while the device computes the one before: on, off, or auto (on a GPU)", identity=False
+    )
+    cuda_graphs: str = setting(
+        "auto", "launch decode steps as graphs: on, off, or auto (on a GPU, for jobs that last)", identity=False
+    )
     workers: str = setting(
         "auto", "engine processes: a number, or auto (one per GPU; small models on a CPU: one per core)", identity=False
     )
@@ -45,6 +53,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         one_of("engine.attention", self.attention, ATTENTION)
         one_of("engine.kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        self.overlap = YAML_SWITCH.get(self.overlap, self.overlap)
+        self.cuda_graphs = YAML_SWITCH.get(self.cuda_graphs, self.cuda_graphs)
+        one_of("engine.overlap", self.overlap, SWITCH)
+        one_of("engine.cuda_graphs", self.cuda_graphs, SWITCH)
         in_range("engine.block_size", self.block_size, 1, 1024)
         if self.batch_invariant and self.block_size < INVARIANT_BLOCK_SIZE:
             raise ConfigError(

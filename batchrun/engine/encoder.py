@@ -10,9 +10,9 @@ import numpy as np
 
 from batchrun.engine.deltas import Piece
 from batchrun.engine.encoder_model import EncoderModel
-from batchrun.engine.engine import StepStats
 from batchrun.engine.length_window import LengthWindow
 from batchrun.engine.params import Completion, Request, foreign_token, refusal
+from batchrun.engine.stats import StepStats
 from batchrun.errors import ErrorType
 
 WINDOW = 8  # texts that wait for each that a step may take: the more, the more of them have one length

@@ -2,53 +2,40 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from batchrun.engine import completions
 from batchrun.engine.batch import Batch
-from batchrun.engine.constraints import Constraints, Masks
+from batchrun.engine.constraints import Constraints
 from batchrun.engine.continuations import open_scoring
 from batchrun.engine.deltas import Piece, PieceWriter
-from batchrun.engine.detokenizer import StopMatcher, whole_characters
+from batchrun.engine.executor import Executor, Launched
 from batchrun.engine.forms import End, Forms
 from batchrun.engine.kv_cache import BlockPool, block_hashes, root
 from batchrun.engine.likelihoods import score_step
-from batchrun.engine.logits import edit_logits, without_choice
-from batchrun.engine.logprobs import LogprobRecord, StepLogprobs
+from batchrun.engine.logprobs import LogprobRecord
 from batchrun.engine.model import PagedModel
-from batchrun.engine.params import Completion, Request, SamplingParams, foreign_token, refusal
-from batchrun.engine.sampler import sample
+from batchrun.engine.params import Completion, Request, refusal
+from batchrun.engine.refusals import Refusals
 from batchrun.engine.scheduler import Scheduler
 from batchrun.engine.sequence import Sequence
-from batchrun.engine.thinking import Thinkers, Thinking
+from batchrun.engine.stats import StepStats
+from batchrun.engine.step_errors import naming_step
+from batchrun.engine.stops import Stops
+from batchrun.engine.thinking import Thinkers
 from batchrun.engine.token_rules import RuleBook
-from batchrun.errors import ErrorType
-
-
-@dataclass(slots=True)
-class StepStats:
-    """One step, for metrics."""
-
-    seconds: float
-    tokens: int  # query tokens computed
-    sampled: int  # rows that got a token
-    forced: int  # tokens that rows got without it, as the form of their text left no choice
-    running: int
-    waiting: int
-    kv_used: float  # share of the KV blocks that are held
-    hit_rate: float  # share of all prompt tokens so far that were found in the cache
-    ideal_hit_rate: float  # what it would be with a cache that forgets nothing
-    preemptions: int  # so far
-    padding: int = 0  # places of padding that were computed beside the tokens
 
 
 class Engine:
-    """Continuously refilled batches over one model. Not thread-safe."""
+    """Continuously refilled batches over one model. Not thread-safe.
+
+    With `overlap`, a step is launched before the tokens of the one before are read: the host reads them, looks for
+    ends and plans on while the device computes. A row that has ended is computed once more for nothing.
+    """
 
     def __init__(
         self,
@@ -60,6 +47,7 @@ class Engine:
         max_num_seqs: int,
         max_batched_tokens: int,
         adapters: tuple[str, ...] = (),
+        overlap: bool = False,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -67,18 +55,25 @@ class Engine:
         self.eos_ids = np.array(sorted(eos_ids), dtype=np.int64)
         self.adapters = {name: number for number, name in enumerate(adapters, 1)}
         self.max_model_len = pool.longest_row(max_model_len, max_batched_tokens)
+        self.overlap = overlap
         # A step must have room for one token of every running row, or prompts could starve.
         self.scheduler = Scheduler(pool, min(max_num_seqs, max_batched_tokens), max_batched_tokens)
+        self.executor = Executor(model, self.scheduler.slots, feeds=overlap)
         self.rules = RuleBook(tokenizer, model.vocab_size, self.eos_ids)
         self.last_step: StepStats | None = None
         self._steps: list[StepStats] = []
         self._sequences: dict[Any, Sequence] = {}
         self._pieces = PieceWriter(tokenizer)
         self._thinkers = Thinkers(tokenizer)
+        self._refusals = Refusals(self.max_model_len, self.rules, self.adapters)
         self._refused: list[Completion] = []
+        self._flying: Launched | None = None  # the step whose tokens are not read yet
+        self._read_at = 0.0  # when those of the one before were
+        self._num_launched = 0
         self._num_added = 0
         self.constraints = Constraints(tokenizer, model.vocab_size, eos_ids)
         self._forms = Forms(self.constraints, self.rules, self.scheduler.slots)
+        self._stops = Stops(self.scheduler.slots, tokenizer)
 
     def add(self, request: Request) -> None:
         """Queue a request. One that can never run comes back from the next step with finish_reason "error".
@@ -89,9 +84,11 @@ class Engine:
             raise ValueError(f"n={request.params.n}: a request asks for one sample; make one of each, or ask LLM")
         self._num_added += 1
         given = np.asarray(request.prompt_ids, dtype=np.int64)
-        if refused := self._refuse(request, given):
+        if refused := self._refusals.look(request, given, self.pool, self.scheduler.max_batched_tokens):
             self._refused.append(refused)
             return
+        if request.key in self._sequences:
+            raise ValueError(f"request key {request.key!r} is already in the engine")
         params, caching = request.params, self.pool.prefix_caching
         scoring = open_scoring(request, given, self.model.vocab_size)
         follow = params.max_tokens if scoring is None or not request.continuations else scoring.longest
@@ -120,7 +117,7 @@ class Engine:
             scoring=scoring,
             digests=block_hashes(ids[:lasting], self.pool.block_size, root(adapter)) if caching else [],
             arrived_at=time.perf_counter(),
-            stops=self._stops(params),
+            stops=self._stops.of(params),
             rules=self.rules.of(params),
             thinking=thinking,
             adapter=adapter,
@@ -146,7 +143,8 @@ class Engine:
             return None
         self.scheduler.abort(sequence)
         self._pieces.close(key)
-        return self._complete(sequence, None, None, "stop")
+        del self._sequences[key]
+        return completions.generated(sequence, self.tokenizer, (None, None, "stop"))
 
     def drop_waiting(self) -> list[Any]:
         """Forget every request that is not running, and return their keys."""
@@ -165,27 +163,19 @@ class Engine:
         return bool(self._refused) or self.scheduler.has_work()
 
     def step(self) -> list[Completion]:
-        """Schedule, compute, sample, collect: the requests that this step finished."""
+        """Schedule and launch a step, then collect the one before it, or where that must be, the step itself."""
         started = time.perf_counter()
+        finished, self._refused = self._refused, []
+        before, self._flying = self._flying, None
         batch = self.scheduler.schedule()
-        refused, self._refused = self._refused, []
-        if batch is None:
-            return refused
-        masks = self._forms.begin_masks(batch)
-        try:
-            hidden = self.model.hidden(batch)
-            logits = self.model.logits(hidden, batch.logits_index)
-        except torch.OutOfMemoryError:
-            if batch.num_tokens == 1:
-                raise
-            self.scheduler.lower_budget(batch.num_tokens // 2)
-            return refused
-        next_tokens = self._sample(batch, logits, masks)
-        self.scheduler.advance(batch, next_tokens)
-        finished = self._score(batch, hidden) + self._collect(batch.slots[batch.sampled], next_tokens)
-        self._pieces.write(self.scheduler.slots, finished)
-        self._note_step(batch, time.perf_counter() - started)
-        return refused + finished
+        launched = None if batch is None else self._launch(batch, started)
+        if before is not None:
+            finished += self._collect(before)
+        if launched is not None and self._may_wait(launched.batch):
+            self._flying = launched
+        elif launched is not None:
+            finished += self._collect(launched)
+        return finished
 
     def take_steps(self) -> list[StepStats]:
         """Statistics of the steps since the last call."""
@@ -206,44 +196,52 @@ class Engine:
     def close(self) -> None:
         """Nothing to end: the engine lives in this process."""
 
-    @torch.inference_mode()
-    def _sample(self, batch: Batch, logits: Any, masks: Masks | None) -> np.ndarray:
-        """The next token of each row that samples (int64 [K]); -1 for a row that no token is left for."""
-        slots, rows = self.scheduler.slots, batch.slots[batch.sampled]
-        if not len(rows):
-            return np.empty(0, dtype=np.int64)
-        asking = np.flatnonzero(slots.num_logprobs[rows] >= 0)
-        if len(asking) or (slots.edited[rows] | (slots.min_tokens[rows] > 0)).any():
-            logits = logits.float()
-        logprobs = StepLogprobs(logits, asking, int(slots.num_logprobs[rows].max())) if len(asking) else None
-        edited = edit_logits(logits, slots, rows)
-        if masks is not None:
-            masks.apply(logits)
-        tokens = sample(
-            logits,
-            slots.temperature[rows],
-            slots.top_k[rows],
-            slots.top_p[rows],
-            slots.min_p[rows],
-            slots.seed[rows],
-            slots.num_tokens[rows],
-        )
-        tokens[without_choice(logits, edited, tokens)] = -1
-        if logprobs is not None:
-            self._note_logprobs(rows[asking], *logprobs.with_chosen(tokens))
-        return tokens
+    def _launch(self, batch: Batch, started: float) -> Launched | None:
+        """None if the step finds no memory: the next ones are smaller."""
+        masks, number = self._forms.begin_masks(batch), self._num_launched + 1
+        try:
+            with naming_step(number, batch, self.scheduler.slots):
+                launched = self.executor.launch(batch, masks, started, number)
+        except torch.OutOfMemoryError:
+            if batch.num_tokens == 1:
+                raise
+            self.scheduler.lower_budget(batch.num_tokens // 2)
+            return None
+        self._num_launched = number
+        self.scheduler.advance(batch)
+        return launched
+
+    def _may_wait(self, batch: Batch) -> bool:
+        return self.overlap and not self.scheduler.slots.need_host(batch.slots)
+
+    def _collect(self, launched: Launched) -> list[Completion]:
+        """Read what a step has computed: the requests that it finished."""
+        batch = launched.batch
+        with naming_step(launched.number, batch, self.scheduler.slots):
+            tokens = launched.tokens.read()
+        here = self.scheduler.receive(batch, tokens)
+        rows, tokens = batch.slots[batch.sampled][here], tokens[here]
+        if launched.asking is not None and launched.ids is not None and launched.logprobs is not None:
+            kept = here[launched.asking]
+            asking = batch.slots[batch.sampled][launched.asking][kept]
+            self._note_logprobs(asking, launched.ids.read()[kept], launched.logprobs.read()[kept])
+        finished = [] if launched.hidden is None else self._score(batch, launched.hidden)
+        finished += self._find_ends(rows, tokens)
+        self._pieces.write(self.scheduler.slots, finished)
+        self._note_step(launched, len(rows))
+        return finished
 
     def _note_logprobs(self, rows: np.ndarray, ids: np.ndarray, values: np.ndarray) -> None:
         for slot, row_ids, row_values in zip(rows, ids, values, strict=True):
-            record = self._sequence(slot).logprobs
+            record = self.scheduler.slots.sequence(slot).logprobs
             assert record is not None
             record.add(row_ids[: record.count + 1], row_values[: record.count + 1])
 
-    def _collect(self, rows: np.ndarray, next_tokens: np.ndarray) -> list[Completion]:
+    def _find_ends(self, rows: np.ndarray, next_tokens: np.ndarray) -> list[Completion]:
         """Look for ends: vector operations for all rows, Python only for those that end or watch for stops."""
         slots, now = self.scheduler.slots, time.perf_counter()
         for slot in rows[slots.untouched[rows]]:
-            self._sequence(slot).first_token_at = now
+            slots.sequence(slot).first_token_at = now
         slots.untouched[rows] = False
         at_eos = np.isin(next_tokens, self.eos_ids) & ~slots.ignore_eos[rows]
         at_length = slots.num_tokens[rows] >= slots.max_total[rows]
@@ -254,172 +252,36 @@ class Engine:
         for i in np.flatnonzero(ending | slots.watched[rows] | slots.constrained[rows]):
             slot, token = int(rows[i]), int(next_tokens[i])
             if stuck[i]:
-                finished.append(self._fail(slot))
+                finished.append(completions.without_choice(self._take_out(slot)))
                 continue
             follows = slots.constrained[slot]  # which the end of its thinking changes
-            ended: End | None = (None, token, "stop") if at_eos[i] else self._find_stop(slot, token)
+            ended: End | None = (None, token, "stop") if at_eos[i] else self._stops.find(slot, token)
             if follows:
-                ended = self._forms.follow(slot, token, ended, self._find_stop)
+                ended = self._forms.follow(slot, token, ended, self._stops.find)
             if ended is None and (repeats[i] or slots.num_tokens[slot] >= slots.max_total[slot]):
                 ended = (None, None, "repetition" if repeats[i] else "length")
             if ended is not None:
-                finished.append(self._finish(slot, *ended))
+                finished.append(completions.generated(self._take_out(slot), self.tokenizer, ended))
         return finished
 
     def _score(self, batch: Batch, hidden: Any) -> list[Completion]:
         """Note what the step tells of given tokens; rows end that have all they asked for and generate nothing."""
-        return [self._finish_scored(slot) for slot in score_step(self.model, self.scheduler.slots, batch, hidden)]
+        through = score_step(self.model, self.scheduler.slots, batch, hidden)
+        return [completions.scored(self._take_out(slot)) for slot in through]
 
-    def _find_stop(self, slot: int, token: int) -> End | None:
-        """Whether the row's own stops end it with this token."""
-        sequence = self._sequence(slot)
-        if sequence.thinking is not None and not sequence.thinking.over:
-            return self._think(slot, sequence, sequence.thinking, token)
-        return self._match_stop(sequence, token)
-
-    def _think(self, slot: int, sequence: Sequence, thinking: Thinking, token: int) -> End | None:
-        """Take a token before the answer, and end the thinking if it has had its tokens."""
-        slots, params = self.scheduler.slots, sequence.request.params
-        answer = thinking.add(token)
-        if thinking.reasoning.stop_in_thinking and (ended := self._match_stop(sequence, token)) is not None:
-            return ended
-        if thinking.spent:
-            closing = thinking.close(int(slots.max_total[slot] - slots.num_tokens[slot]))
-            slots.append(slot, closing)
-            if sequence.logprobs is not None:
-                for each in closing:
-                    sequence.logprobs.add_unsampled(each)
-        if not thinking.over:
-            return None
-        slots.watched[slot] = bool(params.stop or params.stop_token_ids)
-        sequence.stops = self._stops(params)
-        if sequence.constraint is not None:
-            slots.constrained[slot] = True
-            if answer:  # sampled before it was known to be of the answer, whose form may forbid it
-                slots.drop_last(slot)
-                if sequence.logprobs is not None:
-                    sequence.logprobs.drop_last()
-                return None
-        return next((end for each in answer if (end := self._match_stop(sequence, each)) is not None), None)
-
-    def _match_stop(self, sequence: Sequence, token: int) -> End | None:
-        if token in sequence.request.params.stop_token_ids:
-            return None, token, "stop"
-        match = None if sequence.stops is None else sequence.stops.add(token)
-        return None if match is None else (*match, "stop")
-
-    def _finish(self, slot: int, text: str | None, stop_reason: str | int | None, finish_reason: str) -> Completion:
-        return self._complete(self.scheduler.finish(slot), text, stop_reason, finish_reason)
-
-    def _complete(
-        self, sequence: Sequence, text: str | None, stop_reason: str | int | None, finish_reason: str
-    ) -> Completion:
-        """What became of a sequence that has been taken out."""
-        request, now = sequence.request, time.perf_counter()
-        del self._sequences[request.key]
-        token_ids = [int(token) for token in sequence.token_ids[sequence.num_prompt :]]
-        hidden = isinstance(stop_reason, int) and not request.params.include_stop_str_in_output
-        shown = token_ids[:-1] if hidden else token_ids
-        thinking = sequence.thinking
-        if text is None:
-            answer = shown if thinking is None else shown[thinking.answer_at :]
-            text = self.tokenizer.decode(answer, skip_special_tokens=request.params.skip_special_tokens)
-            text = whole_characters(text) if finish_reason == "length" else text
-        return Completion(
-            key=request.key,
-            text=text if thinking is None else thinking.answer(text),
-            token_ids=token_ids,
-            reasoning=None if thinking is None else thinking.thought(shown),
-            reasoning_tokens=0 if thinking is None else thinking.count(token_ids),
-            finish_reason=finish_reason,
-            stop_reason=stop_reason,
-            error_type="constraint_error" if finish_reason == "error" else None,
-            error=sequence.constraint.error if finish_reason == "error" and sequence.constraint else None,
-            max_tokens=sequence.max_total - sequence.num_prompt,
-            prompt_tokens=sequence.num_prompt,
-            cached_tokens=sequence.cached_tokens,
-            queue_s=sequence.admitted_at - sequence.arrived_at,
-            first_token_s=sequence.first_token_at - sequence.arrived_at,
-            total_s=now - sequence.arrived_at,
-            logprobs=None if sequence.logprobs is None else sequence.logprobs.take(),
-            prompt_logprobs=sequence.prompt_logprobs,
-        )
-
-    def _fail(self, slot: int) -> Completion:
-        """End a row that no token is left for."""
+    def _take_out(self, slot: int) -> Sequence:
         sequence = self.scheduler.finish(slot)
         del self._sequences[sequence.request.key]
-        done = len(sequence.token_ids) - sequence.num_prompt - 1
-        why = (
-            f"no token is possible after {done}: what its allowed_token_ids, bad_words, min_tokens and other "
-            "constraints leave has nothing in common"
-        )
-        return refusal(sequence.request, "constraint_error", why)
+        return sequence
 
-    def _finish_scored(self, slot: int) -> Completion:
-        sequence, now = self.scheduler.finish(slot), time.perf_counter()
-        del self._sequences[sequence.request.key]
-        asked, scoring = sequence.request.continuations, sequence.scoring
-        return Completion(
-            key=sequence.request.key,
-            text="",
-            token_ids=[],
-            finish_reason="stop" if asked else "length",
-            max_tokens=0,
-            prompt_tokens=sequence.num_prompt,
-            cached_tokens=sequence.cached_tokens,
-            queue_s=sequence.admitted_at - sequence.arrived_at,
-            first_token_s=now - sequence.arrived_at,
-            total_s=now - sequence.arrived_at,
-            prompt_logprobs=sequence.prompt_logprobs,
-            likelihoods=scoring.likelihoods() if scoring is not None and asked else None,
-        )
-
-    def _stops(self, params: SamplingParams) -> StopMatcher | None:
-        return StopMatcher(self.tokenizer, params) if params.stop else None
-
-    def _refuse(self, request: Request, ids: np.ndarray) -> Completion | None:
-        kind: ErrorType
-        follow = max(map(len, request.continuations), default=min(1, request.params.max_tokens))
-        given = np.concatenate([ids, *request.continuations]).astype(np.int64)
-        limit = self.max_model_len
-        if len(request.continuations) > 1:  # until the last is tried, no window leaves the end of the prompt behind
-            limit = self.pool.longest_row(limit, max(self.scheduler.max_batched_tokens, follow))
-        if len(ids) == 0:
-            kind, why = "empty_prompt", "the prompt has no tokens"
-        elif not all(request.continuations):
-            kind, why = "invalid_row", "a continuation has no tokens"
-        elif len(ids) + follow > limit:
-            what = f"{follow} to score" if request.continuations else "one generated token"
-            kind = "prompt_too_long"
-            why = f"the prompt has {len(ids)} tokens; with {what} at most {limit} fit"
-        elif (wrong := foreign_token(given, self.model.vocab_size)) is not None:
-            kind, why = "invalid_row", wrong
-        elif request.key in self._sequences:
-            raise ValueError(f"request key {request.key!r} is already in the engine")
-        elif request.params.adapter not in (None, *self.adapters):
-            kind = "invalid_row"
-            why = f"adapter={request.params.adapter!r} is not one of model.adapters={list(self.adapters)}"
-        elif (wrong := self._wrong_rules(request)) is not None:
-            kind, why = "invalid_row", wrong
-        else:
-            return None
-        return refusal(request, kind, why)
-
-    def _wrong_rules(self, request: Request) -> str | None:
-        try:
-            self.rules.of(request.params)
-        except ValueError as error:
-            return str(error)
-        return None
-
-    def _note_step(self, batch: Batch, seconds: float) -> None:
-        scheduler = self.scheduler
+    def _note_step(self, launched: Launched, sampled: int) -> None:
+        scheduler, batch, now = self.scheduler, launched.batch, time.perf_counter()
+        seconds, self._read_at = now - max(launched.started, self._read_at), now
         self._steps.append(
             StepStats(
                 seconds=seconds,
                 tokens=batch.num_tokens,
-                sampled=len(batch.sampled),
+                sampled=sampled,
                 forced=self._forms.take_forced(),
                 running=len(batch.slots),
                 waiting=len(scheduler.waiting),
@@ -430,19 +292,3 @@ class Engine:
             )
         )
         self.last_step = self._steps[-1]
-
-    def _sequence(self, slot: int) -> Sequence:
-        sequence = self.scheduler.slots.sequences[slot]
-        assert sequence is not None
-        return sequence
-
-
-def row_seed(seed: int, *identity: object) -> int:
-    """A row's own 63-bit seed from the job's seed and what identifies the row."""
-    text = "\x1f".join(map(str, (seed, *identity)))
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest(), "little") >> 1
-
-
-def sample_seed(seed: int, sample: int) -> int:
-    """The seed of one of a row's samples: the first one's is the row's."""
-    return row_seed(seed, sample) if sample else seed

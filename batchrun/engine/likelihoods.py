@@ -11,6 +11,7 @@ import torch
 
 from batchrun.engine.batch import Batch
 from batchrun.engine.continuations import Scoring
+from batchrun.engine.device import runs_triton
 from batchrun.engine.model import PagedModel
 from batchrun.engine.sequence import Sequence
 from batchrun.engine.slots import Slots
@@ -43,19 +44,31 @@ def token_scores(
     found: list[torch.Tensor] = []
     best: list[torch.Tensor] = []
     for start in range(0, len(distinct), size):
-        rows = logits_at(distinct[start : start + size]).float()
+        rows = logits_at(distinct[start : start + size])
+        rows = rows if runs_triton(device) else rows.float()
         low, high = np.searchsorted(owner, (start, start + size))
         index = torch.from_numpy(owner[low:high] - start).to(device)
         token = torch.from_numpy(tokens[low:high]).to(device)
-        total = rows.logsumexp(dim=-1)
         likeliest = rows.topk(top, dim=-1) if top else rows.max(dim=-1, keepdim=True)
-        top_logprobs = likeliest.values - total[:, None]
-        found.append(torch.stack([rows[index, token] - total[index], (likeliest.indices[index, 0] == token).float()]))
+        total = _log_sum(rows, likeliest.indices[:, 0])
+        top_logprobs = likeliest.values.float() - total[:, None]
+        logprob = rows[index, token].float() - total[index]
+        found.append(torch.stack([logprob, (likeliest.indices[index, 0] == token).float()]))
         # A float32 holds each token id exactly.
         best.append(torch.stack([likeliest.indices[index, :top].float(), top_logprobs[index, :top]]))
     logprobs, greedy = torch.cat(found, dim=1).cpu().numpy()
     top_ids, values = torch.cat(best, dim=1).cpu().numpy()
     return TokenScores(logprobs, greedy == 1, top_ids.astype(np.int64), values)
+
+
+def _log_sum(logits: torch.Tensor, likeliest: torch.Tensor) -> torch.Tensor:
+    """float32 [n]: log-sum-exp of logits [n, V], of which `likeliest` int64 [n] are largest."""
+    if not runs_triton(logits.device):
+        return logits.logsumexp(dim=-1)
+    from batchrun_kernels.token_logprobs import token_logprobs
+
+    largest = logits.gather(1, likeliest[:, None])[:, 0].float()
+    return largest - token_logprobs(logits, likeliest.contiguous())
 
 
 def score_step(model: PagedModel, slots: Slots, batch: Batch, hidden: torch.Tensor) -> list[int]:

@@ -12,8 +12,10 @@ from batchrun.config import EngineConfig
 from batchrun.engine.acceptance import check_model
 from batchrun.engine.attention.cpu import CpuAttention
 from batchrun.engine.attention.registry import attention_backend, cache_backend
+from batchrun.engine.attention.torch import TorchAttention
 from batchrun.engine.checkpoint import Checkpoint, eos_token_ids
 from batchrun.engine.compiled import can_compile, compile_layers
+from batchrun.engine.device import runs_triton
 from batchrun.engine.device_memory import CudaMeter, measure_memory
 from batchrun.engine.encoder import Encoder
 from batchrun.engine.encoder_model import load_encoder_model
@@ -26,7 +28,9 @@ from batchrun.engine.model import choose_device, choose_dtype, load_model
 from batchrun.engine.pool import EnginePool
 from batchrun.engine.pooler import Pooler
 from batchrun.engine.quantized import check_int8, quantize_model
+from batchrun.engine.recorder import CudaRecorder
 from batchrun.engine.worker import place_workers
+from batchrun.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +76,8 @@ def load_single(
     if quantized:
         check_int8(device, config.fused_layers)
     cache_backend(attention_backend(config.attention, device), config.kv_cache_dtype)  # refused before weights load
+    if config.cuda_graphs == "on" and not runs_triton(device):
+        raise ConfigError(f"engine.cuda_graphs=on needs a GPU with Triton, not {device}: set engine.cuda_graphs=auto")
     model = load_model(checkpoint, device, dtype)
     backend = attention_backend(config.attention, device, model.layers)
     paged = cache_backend(backend, config.kv_cache_dtype)
@@ -98,7 +104,7 @@ def load_single(
     if isinstance(cache, CpuAttention) and not config.batch_invariant and can_compile(model, paged, dtype):
         compile_layers(model, cache, config.num_threads)
     eos_ids = eos_token_ids(checkpoint, tokenizer)
-    return Engine(
+    engine = Engine(
         model,
         tokenizer,
         pool,
@@ -107,4 +113,10 @@ def load_single(
         config.max_num_seqs,
         config.max_batched_tokens,
         tuple(checkpoint.adapters),
+        overlap=config.overlap == "on" or (config.overlap == "auto" and device.type == "cuda"),
     )
+    forced = config.cuda_graphs == "on"
+    if forced or (config.cuda_graphs == "auto" and runs_triton(device) and not isinstance(cache, TorchAttention)):
+        recorder = CudaRecorder(device)
+        engine.executor.record(recorder, engine.max_model_len, engine.scheduler.expected_steps, at_once=forced)
+    return engine

@@ -7,40 +7,48 @@ kept beside them, and a row that was preempted goes on as if it had not been.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 
 from batchrun.engine.slots import Slots
 from batchrun.engine.token_rules import TokenRules
 
+if TYPE_CHECKING:
+    from batchrun.engine.token_counts import TokenCounts
+
 NEVER = float("-inf")
 
 
-def edit_logits(logits: torch.Tensor, slots: Slots, rows: np.ndarray) -> np.ndarray:
+def edit_logits(logits: torch.Tensor, slots: Slots, rows: np.ndarray, counts: TokenCounts | None = None) -> np.ndarray:
     """Change the logits (float32 [K, V]) of those of the slots `rows` (int64 [K]) that ask for it, in place.
 
-    Returns their places in `rows` (int64 [E]).
+    Returns their places in `rows` (int64 [E]). With `counts`, penalties are made of these.
     """
-    generated = slots.num_tokens[rows] - slots.num_prompt[rows]
+    generated = slots.num_tokens[rows] + slots.unread[rows] - slots.num_prompt[rows]
     early = generated < slots.min_tokens[rows]
     asking = np.flatnonzero(slots.edited[rows] | early)
     if not len(asking):
         return asking
     index = torch.from_numpy(asking).to(logits.device)
     scores, rows = logits[index], rows[asking]
-    _penalise_repetition(scores, slots, rows)
-    _penalise_generated(scores, slots, rows)
+    if counts is None:
+        _penalise_repetition(scores, slots, rows)
+        _penalise_generated(scores, slots, rows)
+    else:
+        counts.penalise(scores, rows)
     _apply_rules(scores, _rules(slots, rows), slots, rows, early[asking])
     logits[index] = scores
     return asking
 
 
-def without_choice(logits: torch.Tensor, places: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Those of the places (int64 [E]) whose token of `tokens` (int64 [K]) is one that cannot be: they had no other."""
-    if not len(places):
-        return places
-    place, token = _on(logits, places, tokens[places])
-    return places[(logits[place, token] == NEVER).cpu().numpy()]
+def mark_without_choice(logits: torch.Tensor, places: np.ndarray, tokens: torch.Tensor) -> None:
+    """Put -1 for those of `tokens` (int64 [K]) at places (int64 [E]) that cannot be: these rows had no other."""
+    if len(places):
+        place = torch.from_numpy(places).to(logits.device)
+        token = tokens[place]
+        tokens[place] = torch.where(logits[place, token] == NEVER, -1, token)
 
 
 def _penalise_repetition(scores: torch.Tensor, slots: Slots, rows: np.ndarray) -> None:

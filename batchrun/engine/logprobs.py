@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from batchrun.engine.device import runs_triton
 from batchrun.engine.params import TokenLogprobs
 
 
@@ -43,13 +44,26 @@ class StepLogprobs:
 
     def __init__(self, logits: torch.Tensor, asking: np.ndarray, most: int) -> None:
         """logits float32 [K, V]; `asking` int64 [A]: places of rows; `most`: tokens that any of them wants."""
-        self._asking = asking
-        self._all = logits[torch.from_numpy(asking).to(logits.device)].log_softmax(dim=-1)
-        self._best = self._all.topk(most, dim=-1)
+        self._asking = torch.from_numpy(asking).to(logits.device)
+        self._logits = logits[self._asking]
+        best = self._logits.topk(max(1, most), dim=-1)
+        self._largest, self._first = best.values[:, :1], self._logprob_of(best.indices[:, 0].contiguous())
+        self._top_ids, self._top = best.indices[:, :most], self._logprobs(best.values[:, :most])
 
-    def with_chosen(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def with_chosen(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """ids int32 and log-probabilities float32 [A, 1 + most], those of the step's tokens (int64 [K]) in front."""
-        chosen = tokens[self._asking][:, None]
-        values = self._all.gather(1, torch.from_numpy(chosen).to(self._all.device))
-        ids = np.concatenate([chosen, self._best.indices.cpu().numpy()], axis=1).astype(np.int32)
-        return ids, torch.cat([values, self._best.values], dim=1).cpu().numpy()
+        chosen = tokens[self._asking][:, None].clamp(min=0)
+        ids = torch.cat([chosen, self._top_ids], dim=1).int()
+        return ids, torch.cat([self._logprobs(self._logits.gather(1, chosen)), self._top], dim=1)
+
+    def _logprobs(self, logits: torch.Tensor) -> torch.Tensor:
+        """Of logits [A, n] of these rows."""
+        return logits - self._largest + self._first
+
+    def _logprob_of(self, tokens: torch.Tensor) -> torch.Tensor:
+        """float32 [A, 1], of one token (int64 [A]) of each row."""
+        if runs_triton(tokens.device):
+            from batchrun_kernels.token_logprobs import token_logprobs
+
+            return token_logprobs(self._logits, tokens)[:, None]
+        return self._logits.log_softmax(dim=-1).gather(1, tokens[:, None])

@@ -15,6 +15,7 @@ from batchrun.engine.adapted import adapted
 from batchrun.engine.attention.base import AttentionBackend, LayerCall, LayerGeometry
 from batchrun.engine.batch import Batch
 from batchrun.engine.checkpoint import Checkpoint
+from batchrun.engine.feedback import Feedback
 from batchrun.engine.head import Head
 from batchrun.engine.kv_layout import KvLayout
 from batchrun.engine.lora import merge
@@ -33,6 +34,7 @@ class PagedModel:
         self.dtype: torch.dtype = next(module.parameters()).dtype
         self.vocab_size: int = module.get_input_embeddings().weight.shape[0]
         self.backend: AttentionBackend | None = None
+        self.feedback: Feedback | None = None  # of steps that take tokens which the host has not read
         self._head = Head(module)
         self._adapters: np.ndarray | None = None  # of the tokens that were computed last
         self.layers = self._probe()
@@ -51,7 +53,7 @@ class PagedModel:
         self._adapters = batch.adapters
         attention = hook.forward_context(lambda call, q, k, v, _: backend.attend(call, q, k, v))
         with attention, adapted(batch.adapters, self.device):
-            return self._head.hidden(self._tensor(batch.token_ids), self._tensor(batch.positions))
+            return self._head.hidden(self._token_ids(batch), self._tensor(batch.positions))
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor, index: Any) -> torch.Tensor:
@@ -63,6 +65,13 @@ class PagedModel:
         """Logits [K, vocabulary] at places [K] of the flattened tokens [T], inside of a forward context."""
         hidden = self._head.hidden(self._tensor(token_ids), self._tensor(positions))
         return self._head.logits(hidden[self._tensor(logits_index)])
+
+    def _token_ids(self, batch: Batch) -> torch.Tensor:
+        token_ids = self._tensor(batch.token_ids)
+        if batch.fed is not None:
+            assert self.feedback is not None
+            self.feedback.feed(token_ids, self._tensor(batch.fed))
+        return token_ids
 
     def _tensor(self, array: Any) -> torch.Tensor:
         return torch.as_tensor(array, device=self.device)

@@ -25,9 +25,9 @@ from batchrun.config import EngineConfig
 from batchrun.engine.checkpoint import Checkpoint
 from batchrun.engine.deltas import Piece
 from batchrun.engine.encoder import WINDOW
-from batchrun.engine.engine import StepStats
 from batchrun.engine.params import Completion, Request
 from batchrun.engine.pooler import Pooler
+from batchrun.engine.stats import StepStats
 from batchrun.engine.worker import Answer, Placement, serve
 from batchrun.errors import BatchrunError
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from jinja2 import TemplateError
 
-from batchrun.engine.engine import sample_seed
 from batchrun.engine.params import Request, SamplingParams
 from batchrun.engine.reasoning import Reasoning
+from batchrun.engine.seeds import sample_seed
 from batchrun.tool_calls import MARKERS, special_texts
 
 Messages = Sequence[Mapping[str, Any]]

@@ -53,8 +53,8 @@ def sample(
     min_p: np.ndarray,
     seeds: np.ndarray,
     positions: np.ndarray,
-) -> np.ndarray:
-    """logits [K, V] of any float type and one value per row of each parameter ([K]) -> int64 token ids [K].
+) -> torch.Tensor:
+    """logits [K, V] of any float type and one value per row of each parameter ([K]) -> int64 token ids [K], there too.
 
     Rows with temperature 0 take the most likely token and cost nothing more.
     """
@@ -74,14 +74,14 @@ def sample(
         filters = [torch.from_numpy(values).to(chosen.device) for values in (k, top_p[some], min_p[some])]
         keys = noise_keys(seeds[some], positions[some], chosen.device)
         tokens[index] = _draw(Draw(scaled, filters[0], filters[1], filters[2], keys))
-    return tokens.cpu().numpy()
+    return tokens
 
 
-def _sample_on_device(logits: torch.Tensor, *values: np.ndarray) -> np.ndarray:
+def _sample_on_device(logits: torch.Tensor, *values: np.ndarray) -> torch.Tensor:
     """The same in one kernel, with the same noise."""
     from batchrun_kernels.sample import sample as sample_rows
 
-    return sample_rows(logits, *(torch.from_numpy(value).to(logits.device) for value in values)).cpu().numpy()
+    return sample_rows(logits, *(torch.from_numpy(value).to(logits.device) for value in values))
 
 
 def most_likely(logits: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,10 @@ Each step computes at most `max_batched_tokens` tokens: one for every running ro
 rest for prompts, cut wherever the budget ends. A waiting row is admitted while the blocks that the
 running rows are expected to need still fit (see estimate.py); when the guess was wrong the youngest
 row is preempted, its blocks freed, and it is computed again later from what the cache still holds.
+
+A step may be planned while the tokens of the one before are on the device only (`advance` has been called for it, and
+`receive` not yet). The device works in order, so blocks may change hands as soon as no row here holds them; but a
+block gets its name when all its tokens are known, and no row is preempted while a token of any is unread.
 """
 
 from __future__ import annotations
@@ -52,27 +56,55 @@ class Scheduler:
         return bool(self.waiting) or self.slots.num_running > 0
 
     def schedule(self) -> Batch | None:
-        """The next step, or None if nothing can run because nothing is there."""
+        """The next step. None if nothing is there, or nothing can be planned before the last step is received."""
         self._give_back_passed()
         rows, query_lens = self._continue_running()
-        rows, query_lens = self._grow_blocks(rows, query_lens)
+        missing = self._missing_columns(rows, query_lens)
+        if self._is_short(missing) and self.slots.unread[self.slots.order].any():
+            return None
+        rows, query_lens = self._grow_blocks(rows, query_lens, missing)
         if not self._preempted:
             admitted = list(self._admit(self.max_batched_tokens - int(query_lens.sum())))
             rows = np.concatenate([rows, np.array([slot for slot, _ in admitted], dtype=np.int64)])
             query_lens = np.concatenate([query_lens, np.array([n for _, n in admitted], dtype=np.int64)])
         return make_batch(self.slots, rows, query_lens) if len(rows) else None
 
-    def advance(self, batch: Batch, next_tokens: np.ndarray) -> None:
-        """Record a computed step: KV positions, full blocks, and one new token (int64 [K]) per sampled row."""
+    def advance(self, batch: Batch) -> None:
+        """Record a step that was launched: KV positions, full blocks, and that sampled rows have one more token."""
         slots, size = self.slots, self.pool.block_size
         before = slots.num_computed[batch.slots]
         slots.num_computed[batch.slots] = batch.seq_lens
-        filled = batch.seq_lens // size > before // size if self.pool.prefix_caching else ()
-        for i in np.flatnonzero(filled):
-            self._register_blocks(int(batch.slots[i]), int(before[i]) // size, int(batch.seq_lens[i]) // size)
+        if self.pool.prefix_caching:
+            full = np.minimum(batch.seq_lens, slots.num_tokens[batch.slots]) // size
+            for i in np.flatnonzero(full > before // size):
+                self._register_blocks(int(batch.slots[i]), int(before[i]) // size, int(full[i]))
+        slots.unread[batch.slots[batch.sampled]] += 1
+
+    def receive(self, batch: Batch, tokens: np.ndarray) -> np.ndarray:
+        """Take the tokens (int64 [K]) of a step. Returns which of its sampled rows are still there (bool [K])."""
+        slots, size = self.slots, self.pool.block_size
         sampled = batch.slots[batch.sampled]
-        slots.token_ids[sampled, slots.num_tokens[sampled]] = next_tokens
+        here = slots.tenant[sampled] == batch.tenants[batch.sampled]
+        if not here.all():
+            sampled, tokens = sampled[here], tokens[here]
+        slots.token_ids[sampled, slots.num_tokens[sampled]] = tokens
         slots.num_tokens[sampled] += 1
+        slots.unread[sampled] -= 1
+        if self.pool.prefix_caching:
+            # The step after this one may have filled a block with the token that is known only now.
+            ahead = sampled[slots.unread[sampled] > 0]
+            for slot in ahead[slots.num_tokens[ahead] % size == 0]:
+                full = int(slots.num_tokens[slot]) // size
+                self._register_blocks(int(slot), full - 1, full)
+        return here
+
+    def expected_steps(self) -> float:
+        """Steps until the rows that run and wait are through, as far as the lengths of others tell."""
+        slots, rows = self.slots, self.slots.order
+        if not len(rows):
+            return 0.0
+        left = self.estimate.share * (slots.max_total[rows] - slots.num_tokens[rows]).mean()
+        return float(left) * (1 + len(self.waiting) / len(rows))
 
     def lower_budget(self, tokens: int) -> None:
         """Let steps have at most so many tokens from now on; the rows of a step that failed are in the next ones."""
@@ -99,24 +131,40 @@ class Scheduler:
         """Rows that go on and their query lengths: decodes first, then prompts in order of admission."""
         self._preempted = False
         rows = self.slots.order
-        query_lens = self.slots.num_tokens[rows] - self.slots.num_computed[rows]
+        query_lens = self._to_compute(rows)
         turn = np.argsort(query_lens > 1, kind="stable")
         room = self.max_batched_tokens - np.cumsum(query_lens[turn]) + query_lens[turn]
         granted = np.empty_like(query_lens)
         granted[turn] = np.clip(room, 0, query_lens[turn])
         return rows[granted > 0], granted[granted > 0]
 
-    def _grow_blocks(self, rows: np.ndarray, query_lens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Give each row the blocks its query tokens need, preempting the youngest rows if there are too few."""
-        slots, size = self.slots, self.pool.block_size
-        missing = np.maximum(-(-(slots.num_computed[rows] + query_lens) // size) - slots.num_blocks[rows], 0)
-        while missing.sum() * self.pool.num_tables > self.pool.num_free:
-            victim = int(slots.order[-1])
+    def _to_compute(self, rows: np.ndarray) -> np.ndarray:
+        """Tokens of each row that no step has computed (int64 [R]). The last that a row may have never need be."""
+        slots = self.slots
+        total = slots.num_tokens[rows] + slots.unread[rows]
+        done = (slots.unread[rows] > 0) & (total >= slots.max_total[rows])
+        return np.where(done, 0, total - slots.num_computed[rows])
+
+    def _missing_columns(self, rows: np.ndarray, query_lens: np.ndarray) -> np.ndarray:
+        """Blocks of each table that each row lacks for its query tokens (int64 [R])."""
+        slots = self.slots
+        columns = -(-(slots.num_computed[rows] + query_lens) // self.pool.block_size)
+        return np.maximum(columns - slots.num_blocks[rows], 0)
+
+    def _is_short(self, missing: np.ndarray) -> bool:
+        return int(missing.sum()) * self.pool.num_tables > self.pool.num_free
+
+    def _grow_blocks(
+        self, rows: np.ndarray, query_lens: np.ndarray, missing: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Give each row the blocks that it lacks, preempting the youngest rows if there are too few."""
+        while self._is_short(missing):
+            victim = int(self.slots.order[-1])
             self._preempt(victim)
             stays = rows != victim
             rows, query_lens, missing = rows[stays], query_lens[stays], missing[stays]
         for i in np.flatnonzero(missing > 0):
-            slots.append_blocks(int(rows[i]), self.pool.allocate(int(missing[i])))
+            self.slots.append_blocks(int(rows[i]), self.pool.allocate(int(missing[i])))
         return rows, query_lens
 
     def _preempt(self, slot: int) -> None:

@@ -26,8 +26,10 @@ class Slots:
         self._free = list(range(capacity - 1, -1, -1))
         self.token_ids = np.zeros((capacity, 4 * block_size), dtype=np.int32)
         self.block_tables = np.zeros((self._first_table[-1], capacity, 4), dtype=np.int32)
-        self.num_tokens = np.zeros(capacity, dtype=np.int64)
-        self.num_computed = np.zeros(capacity, dtype=np.int64)  # positions whose KV is in the cache
+        self.num_tokens = np.zeros(capacity, dtype=np.int64)  # whose ids are known here
+        self.unread = np.zeros(capacity, dtype=np.int64)  # sampled after these by steps that were launched
+        self.tenant = np.zeros(capacity, dtype=np.int64)  # number of the slot's admission; 0: nobody is in it
+        self.num_computed = np.zeros(capacity, dtype=np.int64)  # positions whose KV is in the cache, or on its way
         self.num_blocks = np.zeros(capacity, dtype=np.int64)  # in each table, with those given back
         self.num_given_back = np.zeros((len(groups), capacity), dtype=np.int64)  # of these, in a table of each group
         self.num_prompt = np.zeros(capacity, dtype=np.int64)
@@ -43,15 +45,20 @@ class Slots:
         self.frequency_penalty = np.zeros(capacity, dtype=np.float32)
         self.min_tokens = np.zeros(capacity, dtype=np.int64)
         self.edited = np.zeros(capacity, dtype=bool)  # has penalties or token rules: see logits.py
+        self.penalised = np.zeros(capacity, dtype=bool)  # of these, has penalties
+        self.looks_back = np.zeros(capacity, dtype=bool)  # of these, has rules that depend on the tokens so far
+        self.counts_apart = False  # the device counts tokens: penalties need none from here
         self.num_logprobs = np.full(capacity, -1, dtype=np.int64)  # -1: none, 0: of the generated tokens alone
         self.ignore_eos = np.zeros(capacity, dtype=bool)
         self.watched = np.zeros(capacity, dtype=bool)  # has stop strings or stop token ids of its own, or thinks
+        self.thinks = np.zeros(capacity, dtype=bool)  # is not known to be through with its thinking
         self.constrained = np.zeros(capacity, dtype=bool)  # its text must have a form
         self.untouched = np.zeros(capacity, dtype=bool)  # no token of it has been sampled yet
         self.scoring = np.zeros(capacity, dtype=bool)  # has given tokens that are still to be scored
         self.silent = np.zeros(capacity, dtype=bool)  # generates nothing
         self.adapter = np.zeros(capacity, dtype=np.int64)  # number of the row's adapter; 0: none
         self.repetition = RepetitionWatch(capacity)
+        self._num_put = 0
 
     @property
     def num_running(self) -> int:
@@ -61,6 +68,13 @@ class Slots:
     def num_free(self) -> int:
         return len(self._free)
 
+    def need_host(self, rows: np.ndarray) -> bool:
+        """Whether any of the slots `rows` must have its last token read before its next step can be planned."""
+        needs = self.constrained[rows] | self.thinks[rows] | self.looks_back[rows] | self.scoring[rows]
+        if not self.counts_apart:
+            needs |= self.penalised[rows]
+        return bool(needs.any())
+
     def put(self, sequence: Sequence, blocks: RowBlocks, num_computed: int) -> int:
         """Start `sequence` in a free slot, with KV blocks that hold its first `num_computed` positions."""
         slot = self._free.pop()
@@ -69,6 +83,8 @@ class Slots:
         count = len(sequence.token_ids)
         self.sequences[slot], sequence.slot = sequence, slot
         self.order = np.append(self.order, slot)
+        self._num_put += 1
+        self.tenant[slot], self.unread[slot] = self._num_put, 0
         self.token_ids[slot, :count] = sequence.token_ids
         self.block_tables[:, slot, : len(blocks[0])] = blocks
         self.num_tokens[slot], self.num_computed[slot], self.num_blocks[slot] = count, num_computed, len(blocks[0])
@@ -83,9 +99,13 @@ class Slots:
         self.presence_penalty[slot] = params.presence_penalty
         self.frequency_penalty[slot] = params.frequency_penalty
         penalised = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
-        self.edited[slot] = bool(penalised) or (sequence.rules is not None and sequence.rules.lasting)
+        self.penalised[slot] = bool(penalised)
+        rules = sequence.rules
+        self.edited[slot] = bool(penalised) or (rules is not None and rules.lasting)
+        self.looks_back[slot] = rules is not None and bool(rules.bad_words)
         self.num_logprobs[slot] = -1 if sequence.logprobs is None else sequence.logprobs.count
         thinks = sequence.thinking is not None and not sequence.thinking.over
+        self.thinks[slot] = thinks
         self.watched[slot] = bool(params.stop or params.stop_token_ids or thinks)
         self.constrained[slot] = sequence.constraint is not None and not thinks
         self.ignore_eos[slot] = params.ignore_eos and sequence.constraint is None
@@ -97,12 +117,13 @@ class Slots:
         return slot
 
     def take(self, slot: int) -> tuple[Sequence, RowBlocks]:
-        """Empty a slot: its sequence, with token ids brought up to date, and its blocks."""
+        """Empty a slot: its sequence, with token ids brought up to date, and its blocks. Unread tokens are lost."""
         sequence = self.sequences[slot]
         assert sequence is not None
         blocks = self.blocks(slot)
         sequence.token_ids = self.token_ids[slot, : self.num_tokens[slot]].copy()
         sequence.slot, self.sequences[slot] = -1, None
+        self.tenant[slot] = 0
         self.order = self.order[self.order != slot]
         self._free.append(slot)
         return sequence, blocks
@@ -116,6 +137,12 @@ class Slots:
         if tokens and sequence is not None and self.repetition.max_pattern[slot]:
             generated = self.token_ids[slot, sequence.num_prompt : self.num_tokens[slot]]
             self.repetition.put(slot, sequence.request.params, generated)
+
+    def sequence(self, slot: int) -> Sequence:
+        """Of a slot that is used."""
+        sequence = self.sequences[slot]
+        assert sequence is not None
+        return sequence
 
     def blocks(self, slot: int) -> RowBlocks:
         blocks: RowBlocks = self.block_tables[:, slot, : self.num_blocks[slot]].tolist()

@@ -15,10 +15,11 @@ from batchrun.config import EngineConfig
 from batchrun.engine.checkpoint import Checkpoint, load_tokenizer
 from batchrun.engine.deltas import Piece
 from batchrun.engine.encoder import Encoder
-from batchrun.engine.engine import Engine, StepStats
+from batchrun.engine.engine import Engine
 from batchrun.engine.model import choose_device
 from batchrun.engine.params import Completion
 from batchrun.engine.pooler import Pooler
+from batchrun.engine.stats import StepStats
 from batchrun.errors import BatchrunError
 
 SMALL_MODEL_BYTES = 2**31

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from batchrun.config import Config
 from batchrun.data.disk import explained, replace_json
 from batchrun.data.outputs import OutputSchema, RowResult
-from batchrun.engine.engine import StepStats
+from batchrun.engine.stats import StepStats
 
 TALLIED = 32  # distinct values of a column that are counted
 BUFFERED = 8192  # rows of metrics held before they are written

@@ -12,7 +12,7 @@ import pyarrow as pa
 from batchrun.config import Config
 from batchrun.data.disk import explained
 from batchrun.data.outputs import RowResult
-from batchrun.engine.engine import StepStats
+from batchrun.engine.stats import StepStats
 from batchrun.output import Output
 from batchrun.report.failures import Failures
 from batchrun.report.heartbeat import Heartbeat

@@ -14,9 +14,9 @@ from batchrun.data.outputs import RowResult
 from batchrun.data.parsing import Parser
 from batchrun.data.row_params import row_sampling
 from batchrun.engine.checkpoint import Checkpoint
-from batchrun.engine.engine import row_seed, sample_seed
 from batchrun.engine.params import Completion, Request, SamplingParams, sampling_params
 from batchrun.engine.reasoning import Reasoning
+from batchrun.engine.seeds import row_seed, sample_seed
 from batchrun.row import Row
 from batchrun.structured import job_form, row_form
 from batchrun.tasks.base import Task, prompt_digest, row_result

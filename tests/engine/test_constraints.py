@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from batchrun.engine.engine import StepStats
 from batchrun.engine.llm import LLM
 from batchrun.engine.params import Completion, Request, SamplingParams
+from batchrun.engine.stats import StepStats
 from batchrun.engine.structure import StructuredOutputs
 from tests.engine.families import assert_idle, engine_of, load, make_optimistic, random_prompt
 from tests.engine.speller import ENDS, SCHEMA, VOCABULARY, make_speller

@@ -119,7 +119,7 @@ def test_equals_transformers_from_the_cache_and_when_preempted(
             scoring = slots.order[slots.scoring[slots.order]]
             if steps % 3 == 0 and len(scoring):
                 slot = int(scoring[-1])
-                preempted.add(engine._sequence(slot).request.key)
+                preempted.add(engine.scheduler.slots.sequence(slot).request.key)
                 engine.scheduler._preempt(slot)
         scored = [one for one in done if isinstance(one.key, int)]
         assert_equal(scored, reference(family))

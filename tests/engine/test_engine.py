@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from batchrun.engine.engine import row_seed
 from batchrun.engine.llm import LLM
 from batchrun.engine.params import Completion, Request, SamplingParams
+from batchrun.engine.seeds import row_seed
 from tests.engine.families import VOCABULARY, assert_idle, engine_of, load, make_optimistic, random_prompt
 
 FREE = SamplingParams(max_tokens=12, ignore_eos=True)

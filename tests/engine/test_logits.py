@@ -17,7 +17,7 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from batchrun.engine.logits import edit_logits, without_choice
+from batchrun.engine.logits import edit_logits, mark_without_choice
 from batchrun.engine.params import Completion, Request, SamplingParams
 from batchrun.engine.sequence import Sequence
 from batchrun.engine.slots import Slots
@@ -177,7 +177,9 @@ def test_a_row_without_a_possible_token_is_named() -> None:
     logits = random_logits(4)
     edited = edit_logits(logits, slots, np.arange(4))
     assert edited.tolist() == [1, 2, 3]
-    assert without_choice(logits, edited, logits.argmax(dim=-1).numpy()).tolist() == [2]
+    tokens = logits.argmax(dim=-1)
+    mark_without_choice(logits, edited, tokens)
+    assert np.flatnonzero(tokens < 0).tolist() == [2]
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from batchrun.engine.executor import Executor
 from batchrun.engine.kv_cache import BlockPool
 from batchrun.engine.llm import LLM
 from batchrun.engine.params import Completion, Request, SamplingParams
 from batchrun.engine.scheduler import Scheduler
+from batchrun.engine.stops import Stops
 from batchrun.errors import ConfigError
 from tests.engine.families import (
     FAMILIES,
@@ -71,6 +73,8 @@ def load_tight(folder: Path, max_batched_tokens: int, longest: int, **options: A
     blocks = engine.pool.blocks_for(longest, max_batched_tokens)
     engine.pool = BlockPool(int(1.07 * blocks) + 1, engine.pool.block_size, groups=engine.pool.groups)
     engine.scheduler = Scheduler(engine.pool, engine.scheduler.slots.capacity, max_batched_tokens)
+    engine.executor = Executor(engine.model, engine.scheduler.slots, feeds=engine.overlap)
+    engine._stops = Stops(engine.scheduler.slots, engine.tokenizer)
     return llm
 
 

@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import PreTrainedTokenizerFast
 
+from batchrun.engine.executor import Drawn
 from batchrun.engine.llm import LLM
 from batchrun.engine.params import Completion, SamplingParams
 from batchrun.engine.reasoning import KNOWN, Reasoning, known_markers
@@ -64,13 +66,14 @@ class Says:
         self._engine = engine_of(llm)
         self._texts = [ids_of(text) for text in texts]
         self._said = [0] * len(texts)
-        monkeypatch.setattr(self._engine, "_sample", self._sample)
+        monkeypatch.setattr(self._engine.executor, "draw", self._draw)
 
-    def _sample(self, batch: Any, *_: Any) -> np.ndarray:
-        return np.array([self._next(int(slot)) for slot in batch.slots[batch.sampled]], dtype=np.int64)
+    def _draw(self, batch: Any, *_: Any) -> Drawn:
+        tokens = [self._next(int(slot)) for slot in batch.slots[batch.sampled]]
+        return Drawn(torch.tensor(tokens, dtype=torch.int64))
 
     def _next(self, slot: int) -> int:
-        sequence = self._engine._sequence(slot)
+        sequence = self._engine.scheduler.slots.sequence(slot)
         number: Any = sequence.request.prompt_ids[0] - ids_of("0")[0]
         said, self._said[number] = self._said[number], self._said[number] + 1
         return (self._texts[number] + [EOS])[said]

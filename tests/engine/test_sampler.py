@@ -35,7 +35,7 @@ def draw(
         np.full(count, min_p, dtype=np.float32),
         np.broadcast_to(np.asarray(seeds, dtype=np.int64), count).copy(),
         np.broadcast_to(np.asarray(positions, dtype=np.int64), count).copy(),
-    )
+    ).numpy()
 
 
 def exact(temperature: float, top_k: int, top_p: float, min_p: float = 0.0) -> np.ndarray:

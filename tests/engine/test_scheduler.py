@@ -2,7 +2,8 @@
 
 The hash at a position is computed from what the store holds for the position before, read through the
 row's block table, and the next token follows from the last hash. A wrong block table, a stale or shared
-page, or a resume that skips a position therefore changes what a row says.
+page, or a resume that skips a position therefore changes what a row says. Steps may run ahead: tokens are
+then received when the next step has been computed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from batchrun.engine.batch import Batch
+from batchrun.engine.batch import UNREAD, Batch
 from batchrun.engine.kv_cache import HOLE, BlockPool, KvGroup, block_hashes, blocks_for
 from batchrun.engine.params import Request, SamplingParams
 from batchrun.engine.scheduler import Scheduler
@@ -60,8 +61,11 @@ class Row:
 class Simulation:
     """Drives a scheduler with the pretended model and checks every batch."""
 
-    def __init__(self, pool: BlockPool, max_num_seqs: int, budget: int) -> None:
+    def __init__(self, pool: BlockPool, max_num_seqs: int, budget: int, ahead: int = 0) -> None:
         self.pool = pool
+        self.ahead = ahead  # 0: no step runs ahead of the tokens before it, 1: all, n: all but every n-th
+        self.newest = np.zeros(max_num_seqs, dtype=np.int64)  # token of each slot
+        self.flying: tuple[Batch, np.ndarray] | None = None
         self.scheduler = Scheduler(pool, max_num_seqs, budget)
         self.store = np.full(pool.num_blocks * pool.block_size, EMPTY, dtype=np.int64)
         self.windows = [group.window for group in pool.groups for _ in range(group.tables)]
@@ -93,20 +97,34 @@ class Simulation:
         lengths = slots.num_tokens[slots.order].tolist()
         batch = self.scheduler.schedule()
         self.check_preempted(running, lengths)
+        flying, self.flying = self.flying, None
         if batch is None:
-            assert not self.sequences, "rows are left but nothing is scheduled"
+            assert flying is not None or not self.sequences, "rows are left but nothing is scheduled"
+            self.receive(flying)
             return None
         new = {slot for slot in batch.slots.tolist() if slots.sequences[slot] not in running}
         assert not (new and self.scheduler.num_preemptions > before), "admitted in a step that preempted"
         self.check_batch(batch)
         self.check_held_back(batch, new)
-        self.scheduler.advance(batch, self.forward(batch))
-        self.check_pages(batch)
-        self.collect(batch)
-        self.pool.check_integrity()
+        tokens = self.forward(batch)
+        self.scheduler.advance(batch)
+        self.receive(flying)
         self.num_computed += batch.num_tokens
         self.num_batches += 1
+        if self.ahead and (self.ahead == 1 or self.num_batches % self.ahead):
+            self.flying = batch, tokens
+        else:
+            self.receive((batch, tokens))
         return batch
+
+    def receive(self, flying: tuple[Batch, np.ndarray] | None) -> None:
+        if flying is not None:
+            batch, tokens = flying
+            rows = batch.slots[batch.sampled][self.scheduler.receive(batch, tokens)]
+            if not self.ahead:
+                self.check_pages(batch)
+            self.collect(rows)
+        self.pool.check_integrity()
 
     def check_preempted(self, running: list[Sequence | None], lengths: list[int]) -> None:
         """The youngest rows went, with all their tokens, and are the next to come back, oldest first."""
@@ -146,7 +164,10 @@ class Simulation:
                 assert not (computing and same), "two rows compute the same prefix at once"
 
     def forward(self, batch: Batch) -> np.ndarray:
-        size = self.pool.block_size
+        size, ids = self.pool.block_size, batch.token_ids
+        if batch.fed is not None:
+            assert ((ids == UNREAD) == (batch.fed >= 0)).all()
+            ids = np.where(batch.fed >= 0, self.newest[batch.fed], ids)
         for row in range(len(batch.slots)):
             for at in range(batch.query_starts[row], batch.query_starts[row + 1]):
                 position = int(batch.positions[at])
@@ -155,11 +176,13 @@ class Simulation:
                     if position:
                         before = position - 1
                         state = int(self.store[table[row, before // size] * size + before % size])
-                    self.store[mapping[at]] = mix(state, int(batch.token_ids[at]))
+                    self.store[mapping[at]] = mix(state, int(ids[at]))
         last = batch.slot_mapping[:, batch.logits_index]
         states = self.store[last]
         assert (states == states[0]).all(), "the tables of a row disagree"
-        return np.array([next_token(int(state)) for state in states[0]], dtype=np.int64)
+        tokens = np.array([next_token(int(state)) for state in states[0]], dtype=np.int64)
+        self.newest[batch.slots[batch.sampled]] = tokens
+        return tokens
 
     def check_pages(self, batch: Batch) -> None:
         """Every position that any query of a row sees holds its own prefix in each table, and blocks that none sees
@@ -179,9 +202,9 @@ class Simulation:
                     most = -(-(window + computed - start - 2) // size) + 1
                     assert held - seen // size <= most, "a row holds more than its window"
 
-    def collect(self, batch: Batch) -> None:
+    def collect(self, rows: np.ndarray) -> None:
         slots = self.scheduler.slots
-        for slot in batch.slots[batch.sampled].tolist():
+        for slot in rows.tolist():
             tokens = slots.token_ids[slot, : slots.num_tokens[slot]].tolist()
             if tokens[-1] == END or len(tokens) >= slots.max_total[slot]:
                 key = self.scheduler.finish(slot).request.key
@@ -236,6 +259,7 @@ GROUPS = [  # the pretended model looks one position back, so no window is narro
     caching=st.booleans(),
     optimistic=st.booleans(),
     groups=st.sampled_from(GROUPS),
+    ahead=st.integers(0, 3),
 )
 def test_every_row_says_what_it_says_alone(
     rows: list[Row],
@@ -246,11 +270,12 @@ def test_every_row_says_what_it_says_alone(
     caching: bool,
     optimistic: bool,
     groups: tuple[KvGroup, ...],
+    ahead: int,
 ) -> None:
     budget = max_num_seqs + spare_budget
     least = int(blocks_for(groups, block_size, max(len(row.prompt) + 1 for row in rows), budget))
     pool = BlockPool(least + spare_blocks, block_size, caching, groups)
-    simulation = Simulation(pool, max_num_seqs, budget)
+    simulation = Simulation(pool, max_num_seqs, budget, ahead)
     if optimistic:
         simulation.scheduler.estimate = Optimist()  # type: ignore[assignment]
     last_arrival = max(row.arrives for row in rows)
@@ -260,7 +285,7 @@ def test_every_row_says_what_it_says_alone(
                 simulation.add(key, row.prompt, row.max_tokens)
             if row.aborted == step:
                 simulation.abort(key)
-        if simulation.step() is None and step > last_arrival:
+        if simulation.step() is None and step > last_arrival and not simulation.scheduler.has_work():
             break
     simulation.assert_idle()
     for key, row in enumerate(rows):

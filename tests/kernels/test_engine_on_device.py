@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,14 +12,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from batchrun import SamplingParams
-from batchrun.engine import layers, sampler
+from batchrun.engine import executor, feedback, layers, likelihoods, logprobs, sampler, token_counts
 from batchrun.engine.acceptance import paged_logits
 from batchrun.engine.attention.torch import TorchAttention
 from batchrun.engine.hook import NAME
 from batchrun.engine.layers import fuse_model
 from batchrun.engine.layers_device import DeviceLayer
 from batchrun.engine.model import PagedModel
-from tests.engine.families import engine_of, load, make_model, random_prompt
+from batchrun.engine.params import Completion, Request
+from tests.engine.families import engine_of, load, make_model, make_optimistic, random_prompt
 
 
 @pytest.fixture
@@ -26,7 +28,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """From its call on, the engine takes the CPU for a device that runs Triton."""
 
     def switch() -> None:
-        for module in (layers, sampler):
+        for module in (executor, feedback, layers, likelihoods, logprobs, sampler):
             monkeypatch.setattr(module, "runs_triton", lambda device: True)
 
     return switch
@@ -67,3 +69,65 @@ def test_the_engine_generates_the_same_tokens(tmp_path: Path, on_device: Callabl
         assert any(isinstance(m, DeviceLayer) for m in engine_of(llm).model.module.modules())
     assert tokens == expected
     assert [len(ids) for ids in tokens] == [4, 4, 4]
+
+
+def test_penalties_are_made_of_counts_on_the_device(
+    tmp_path: Path, on_device: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that were counted run ahead of their tokens, and are counted again only when they were preempted."""
+    folder = make_model("llama", tmp_path, num_hidden_layers=1)
+    prompts = [random_prompt(i % 3, 5) for i in range(5)]
+    params = [
+        SamplingParams(max_tokens=8, ignore_eos=True, repetition_penalty=1.4, frequency_penalty=0.3),
+        SamplingParams(max_tokens=6, ignore_eos=True, presence_penalty=0.7, temperature=1.0, seed=2),
+        SamplingParams(max_tokens=8, ignore_eos=True, logprobs=2),
+        SamplingParams(max_tokens=8, ignore_eos=True, frequency_penalty=-0.5, logprobs=0, min_tokens=2),
+        SamplingParams(max_tokens=3, ignore_eos=True, repetition_penalty=0.8, temperature=0.5, seed=3),
+    ]
+    options = {"attention": "torch", "fused_layers": False, "max_num_seqs": 4}
+    with load(folder, **options) as llm:
+        expected = llm.generate(prompts, params)
+    on_device()
+    counted: list[int] = []
+    count = token_counts.count_tokens
+
+    def noting(ids: torch.Tensor, slots: torch.Tensor, *rest: torch.Tensor) -> None:
+        counted.append(len(slots))
+        count(ids, slots, *rest)
+
+    monkeypatch.setattr(token_counts, "count_tokens", noting)
+    monkeypatch.setattr(token_counts, "FILL_ROWS", 2)
+    for more in ({}, {"block_size": 4, "num_blocks": 9}):
+        with load(folder, overlap="on", **options, **more) as llm:
+            engine, ahead = engine_of(make_optimistic(llm) if more else llm), 0
+            for i, prompt in enumerate(prompts):
+                engine.add(Request(i, prompt, params[i]))
+            done: dict[Any, Completion] = {}
+            while engine.has_work():
+                done |= {completion.key: completion for completion in engine.step()}
+                ahead += engine._flying is not None
+            assert ahead > 6
+            assert (engine.scheduler.num_preemptions > 0) == bool(more)
+        assert sum(counted) == 4 if not more else sum(counted) > 4
+        counted.clear()
+        for i, other in enumerate(expected):
+            assert done[i].token_ids == other.token_ids
+            mine, theirs = done[i].logprobs, other.logprobs
+            assert (mine is None) == (theirs is None) == (params[i].logprobs is None)
+            if mine is not None and theirs is not None:
+                np.testing.assert_array_equal(mine.token_ids, theirs.token_ids)
+                np.testing.assert_allclose(mine.logprobs, theirs.logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("top", [0, 3])
+def test_given_tokens_are_scored_as_on_the_cpu(top: int, on_device: Callable[[], None]) -> None:
+    logits = (4 * torch.randn(6, 1500)).bfloat16()
+    places, tokens = np.array([0, 0, 2, 5]), np.array([3, 1499, int(logits[2].float().argmax()), 77])
+
+    def score() -> likelihoods.TokenScores:
+        return likelihoods.token_scores(lambda at: logits[torch.from_numpy(at)], places, tokens, logits.device, top)
+
+    expected = score()
+    on_device()
+    for mine, theirs in zip(score(), expected, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-5)

@@ -21,7 +21,7 @@ def parameters(rows: int, **given: float | list[float]) -> Parameters:
 
 
 def by_engine(logits: torch.Tensor, values: Parameters) -> torch.Tensor:
-    return torch.from_numpy(sampler.sample(logits.clone(), *(np.asarray(value) for value in values.values())))
+    return sampler.sample(logits.clone(), *(np.asarray(value) for value in values.values()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

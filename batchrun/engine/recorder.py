@@ -1,0 +1,62 @@
+"""Recording of what is launched on a device, to launch it again at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+Outputs = tuple[torch.Tensor, ...]
+
+
+class Recorded(NamedTuple):
+    """`replay` computes `outputs` anew, in place, from what now stands where the function read its inputs."""
+
+    outputs: Outputs
+    replay: Callable[[], None]
+
+
+class Recorder(Protocol):
+    """Records functions without arguments that read and write the same memory whenever they run."""
+
+    def record(self, function: Callable[[], Outputs]) -> Recorded:
+        """Runs the function, more than once. Raises RuntimeError for one that waits for the device."""
+
+
+class CudaRecorder:
+    """CUDA graphs. All that one records take their memory from one pool, so the largest is recorded first; what is in
+    their outputs is valid until another is replayed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = None
+
+    def record(self, function: Callable[[], Outputs]) -> Recorded:
+        with torch.cuda.device(self._device):
+            # Beforehand, kernels are compiled and libraries take their workspaces: a graph can hold neither.
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                function()
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            # Only this thread may not wait: others may go on with what they do.
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                outputs = function()
+        self._pool = self._pool or graph.pool()
+        return Recorded(outputs, graph.replay)
+
+
+class EagerRecorder:
+    """Runs the function again at each replay: what a graph must compute, wherever there are none."""
+
+    def record(self, function: Callable[[], Outputs]) -> Recorded:
+        function()
+        outputs = function()
+
+        def replay() -> None:
+            for place, value in zip(outputs, function(), strict=True):
+                place.copy_(value)
+
+        return Recorded(outputs, replay)
