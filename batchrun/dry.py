@@ -18,6 +18,7 @@ from batchrun.data.manifest import fingerprint
 from batchrun.data.outputs import OutputSchema
 from batchrun.data.plan import Chunk
 from batchrun.data.prompt import Prompt
+from batchrun.engine.attention.base import kv_dtype
 from batchrun.engine.checkpoint import Checkpoint
 from batchrun.engine.kv_cache import blocks_for
 from batchrun.engine.kv_layout import KvLayout
@@ -167,9 +168,7 @@ def _print_lengths(sample: Sample, rows: int) -> None:
 def _print_memory(job: Job, sample: Sample) -> None:
     engine, checkpoint = job.config.engine, job.checkpoint
     device = choose_device(job.config.model.device)
-    dtype = choose_dtype(job.config.model.dtype, checkpoint, device)
-    if engine.kv_cache_dtype == "int8":
-        dtype = torch.int8
+    dtype = kv_dtype(engine.kv_cache_dtype, choose_dtype(job.config.model.dtype, checkpoint, device))
     shape = KvShape.of(checkpoint.text_config, dtype)
     layout, longest = KvLayout.of(shape.layers), job.task.max_length
     per_token, per_block = shape.bytes_per_token, layout.block_bytes(engine.block_size, dtype)

@@ -8,7 +8,7 @@ from batchrun.config.base import in_range, one_of, setting
 from batchrun.errors import ConfigError
 
 ATTENTION = ("auto", "torch", "cpu", "triton")
-KV_CACHE_DTYPES = ("auto", "int8")
+KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 INVARIANT_BLOCK_SIZE = 128  # tokens, as many as the CPU's attention looks at together
 
 
@@ -26,7 +26,10 @@ class EngineConfig:
         0.9, "share of a GPU's memory that the engine may use, weights and steps included", identity=False
     )
     kv_cache_dtype: str = setting(
-        "auto", "auto: the model's type; int8: half of bfloat16, with a scale for each token and head", identity=True
+        "auto",
+        "auto: the model's type; half of bfloat16: int8, with a scale for each token and head, on a CPU, "
+        "and fp8 (e4m3) on a GPU",
+        identity=True,
     )
     max_num_seqs: int = setting(256, "most sequences running at once", identity=False)
     max_batched_tokens: int = setting(2048, "most tokens computed in one step", identity=False)

@@ -45,7 +45,7 @@ class KvShape:
         if self.dtype == torch.int8:
             heads = sum(layer.num_kv_heads for layer in self.layers)
             return f"2 (K and V) x ({total} x 1 byte + {heads} scales x {SCALE.itemsize} bytes)"
-        return f"2 (K and V) x {total} x {self.dtype.itemsize} bytes"
+        return f"2 (K and V) x {total} x {self.dtype.itemsize} byte{'s' if self.dtype.itemsize > 1 else ''}"
 
 
 def _layer_configs(text_config: Any) -> list[Any]:

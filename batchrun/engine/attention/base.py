@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -12,6 +13,11 @@ import torch
 from batchrun.engine.batch import Batch
 
 SCALE = torch.float32  # of K and V of each token and head, beside pages of int8
+
+
+def kv_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
+    """What pages hold with `engine.kv_cache_dtype`, for a model of `dtype`."""
+    return {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(kv_cache_dtype, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +63,8 @@ def zero_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 
 class AttentionBackend(ABC):
     """Owns the KV pages of all layers and attends over them where they lie."""
+
+    name: ClassVar[str]  # in `engine.attention`
 
     @abstractmethod
     def __init__(

@@ -69,6 +69,7 @@ class Pages(NamedTuple):
 class CpuAttention(AttentionBackend):
     """The pages of a layer are packed as batchrun_kernels/cpu/attention.py says."""
 
+    name = "cpu"
     int8 = False  # whether pages hold 8 bits and scales, instead of the model's type
 
     def __init__(

@@ -10,7 +10,7 @@ import torch
 from batchrun.engine.attention.base import AttentionBackend, LayerGeometry
 from batchrun.engine.attention.cpu import CpuAttention, Int8Attention
 from batchrun.engine.attention.torch import TorchAttention
-from batchrun.engine.device import runs_triton
+from batchrun.engine.device import runs_triton, stores_fp8
 from batchrun.errors import ConfigError
 
 BACKENDS: dict[str, type[AttentionBackend]] = {"torch": TorchAttention, "cpu": CpuAttention}
@@ -28,16 +28,34 @@ def attention_backend(
     return _triton(device) if name == "triton" else BACKENDS[name]
 
 
-def cache_backend(backend: type[AttentionBackend], kv_cache_dtype: str) -> type[AttentionBackend]:
+def cache_backend(backend: type[AttentionBackend], kv_cache_dtype: str, device: torch.device) -> type[AttentionBackend]:
     """The class that keeps KV in this type, for `auto` the backend itself. Raises ConfigError if there is none."""
     if kv_cache_dtype == "auto":
         return backend
+    if kv_cache_dtype == "fp8":
+        return _fp8(backend, device)
     if backend is not CpuAttention:
         raise ConfigError(
             f"engine.kv_cache_dtype={kv_cache_dtype} is there for attention on the CPU only: set model.device=cpu and "
             "engine.attention=cpu, or engine.kv_cache_dtype=auto"
         )
     return Int8Attention
+
+
+def _fp8(backend: type[AttentionBackend], device: torch.device) -> type[AttentionBackend]:
+    if backend.name != "triton":
+        raise ConfigError(
+            f"engine.kv_cache_dtype=fp8 is there for engine.attention=triton only, and attention is by {backend.name}: "
+            "set model.device=cuda and engine.attention=triton, or engine.kv_cache_dtype=auto"
+        )
+    if not stores_fp8(device):
+        raise ConfigError(
+            f"engine.kv_cache_dtype=fp8 needs an NVIDIA GPU of compute capability 8.9 or later, which {device} is not: "
+            "set engine.kv_cache_dtype=auto"
+        )
+    from batchrun.engine.attention.triton import Fp8Attention
+
+    return Fp8Attention
 
 
 def _triton_takes(device: torch.device, layers: Sequence[LayerGeometry] | None) -> bool:

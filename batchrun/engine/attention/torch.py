@@ -61,6 +61,8 @@ class _Part:
 class TorchAttention(AttentionBackend):
     """Pages are [blocks, block size, kv heads, dim] per layer."""
 
+    name = "torch"
+
     def __init__(
         self, layers: list[LayerGeometry], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:

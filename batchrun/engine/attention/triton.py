@@ -22,7 +22,7 @@ from batchrun.engine.kv_layout import KvLayout
 from batchrun.errors import ConfigError
 from batchrun_kernels.decode_plan import MAX_QUERIES, DecodePlan, plan_decode
 from batchrun_kernels.merge_runs import merge_runs
-from batchrun_kernels.paged import MAX_HEAD_DIM, KvPages, Rows, Scoring
+from batchrun_kernels.paged import FP8, MAX_HEAD_DIM, KvPages, Rows, Scoring
 from batchrun_kernels.paged_decode import paged_decode
 from batchrun_kernels.paged_prefill import PrefillPlan, paged_prefill, plan_prefill
 from batchrun_kernels.prefix_group import Groups, PrefixPlan, plan_prefix, prefix_group
@@ -83,6 +83,9 @@ class _Table:
 class TritonAttention(AttentionBackend):
     """Pages are [blocks, block size, kv heads, dim] per layer. Raises ConfigError for heads that are too large."""
 
+    name = "triton"
+    fp8 = False  # whether pages hold float8_e4m3fn, instead of the model's type
+
     def __init__(
         self, layers: list[LayerGeometry], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
@@ -99,10 +102,11 @@ class TritonAttention(AttentionBackend):
         self.num_sms = INTERPRETED_SMS
         if device.type == "cuda":
             self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        held = FP8 if self.fp8 else dtype
         pages = [
             KvPages(
-                zero_pages((num_blocks, block_size, page.num_kv_heads, page.key_dim), dtype, device),
-                zero_pages((num_blocks, block_size, page.num_kv_heads, page.value_dim), dtype, device),
+                zero_pages((num_blocks, block_size, page.num_kv_heads, page.key_dim), held, device),
+                zero_pages((num_blocks, block_size, page.num_kv_heads, page.value_dim), held, device),
             )
             for page in self.layout.pages
         ]
@@ -216,6 +220,13 @@ class TritonAttention(AttentionBackend):
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
+
+
+class Fp8Attention(TritonAttention):
+    """The same over pages of half the size, or a quarter beside float32. Every layer's scale is 1: numbers beyond 448
+    are cut, and scales that a checkpoint may hold are not read."""
+
+    fp8 = True
 
 
 def largest_head(layers: Sequence[LayerGeometry]) -> int:
