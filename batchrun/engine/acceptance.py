@@ -23,6 +23,7 @@ from batchrun.engine.model import PagedModel, UnsupportedModel
 from batchrun.engine.params import Request
 from batchrun.engine.sequence import Sequence
 from batchrun.engine.slots import Slots
+from batchrun.engine.staging import Staging
 
 STEP = 7  # tokens of a chunk
 LENGTHS = (5, 36, 22)  # two of them leave one token for the last step, as decoding does
@@ -84,8 +85,8 @@ class _NarrowAttention(AttentionBackend):
         self._backend = backend
         self._limit = limit
 
-    def begin(self, batch: Batch) -> None:
-        self._backend.begin(batch)
+    def begin(self, batch: Batch, staging: Staging | None = None) -> None:
+        self._backend.begin(batch, staging)
 
     def attend(self, call: LayerCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         window = None if call.window is None else min(call.window, self._limit)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
 
 from batchrun.engine.batch import Batch
+from batchrun.engine.staging import Staging
+
+if TYPE_CHECKING:
+    from batchrun_kernels.rope_and_cache import Pages
 
 SCALE = torch.float32  # of K and V of each token and head, beside pages of int8
 
@@ -72,8 +76,18 @@ class AttentionBackend(ABC):
     ) -> None: ...
 
     @abstractmethod
-    def begin(self, batch: Batch) -> None:
-        """Prepare what all layers of this step share."""
+    def begin(self, batch: Batch, staging: Staging | None = None) -> None:
+        """Prepare what all layers of this step share. Arrays for the device may be put into `staging`, which is sent
+        before the first layer attends."""
+
+    def destination(self, layer: int) -> Pages | None:
+        """Where this step's K and V go, for a layer that writes them itself and then calls `attend_written`; None:
+        `attend` writes them."""
+        return None
+
+    def attend_written(self, call: LayerCall, q: torch.Tensor) -> torch.Tensor:
+        """`attend` once K and V are in the pages, of a backend that has a `destination`."""
+        raise NotImplementedError
 
     @abstractmethod
     def attend(self, call: LayerCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
