@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from batchrun.config.base import in_range, one_of, setting
 from batchrun.errors import ConfigError
 
-ATTENTION = ("auto", "torch", "cpu", "triton")
+ATTENTION = ("auto", "torch", "cpu", "triton", "flash_attn", "flashinfer")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 INVARIANT_BLOCK_SIZE = 128  # tokens, as many as the CPU's attention looks at together
 
@@ -16,8 +16,12 @@ INVARIANT_BLOCK_SIZE = 128  # tokens, as many as the CPU's attention looks at to
 class EngineConfig:
     """How tokens are computed: speed and memory; only `kv_cache_dtype` and `batch_invariant` change what they are."""
 
-    attention: str = setting("auto", "attention backend: auto, torch, cpu or triton", identity=False)
-    block_size: int = setting(32, "tokens in one page of the KV cache", identity=False)
+    attention: str = setting(
+        "auto", "attention backend: auto, torch, cpu, triton, flash_attn or flashinfer", identity=False
+    )
+    block_size: int | None = setting(
+        None, "tokens in one page of the KV cache; default: what suits the attention backend", identity=False
+    )
     num_blocks: int | None = setting(None, "pages in the KV cache; default: from kv_cache_gib", identity=False)
     kv_cache_gib: float | None = setting(
         None, "memory for the KV cache in GiB; default: from the free memory", identity=False
@@ -49,7 +53,7 @@ class EngineConfig:
         one_of("engine.attention", self.attention, ATTENTION)
         one_of("engine.kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         in_range("engine.block_size", self.block_size, 1, 1024)
-        if self.batch_invariant and self.block_size < INVARIANT_BLOCK_SIZE:
+        if self.batch_invariant and self.block_size is not None and self.block_size < INVARIANT_BLOCK_SIZE:
             raise ConfigError(
                 f"engine.batch_invariant=true needs engine.block_size={INVARIANT_BLOCK_SIZE} or more, not "
                 f"{self.block_size}: the attention sums smaller pages together, in groups that depend on the batch"

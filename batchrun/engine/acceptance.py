@@ -111,11 +111,12 @@ def paged_logits(
     max_window: int | None = None,
 ) -> torch.Tensor:
     """float32 logits [rows, vocabulary] of the last token of each prompt, fed in steps of `chunk` tokens."""
-    per_row, groups = -(-max(map(len, prompts)) // BLOCK_SIZE), model.kv_layout.groups
+    size = max(BLOCK_SIZE, backend.page_multiple)
+    per_row, groups = -(-max(map(len, prompts)) // size), model.kv_layout.groups
     per_table, tables = per_row * len(prompts), model.kv_layout.num_tables
-    pages = backend(model.layers, per_table * tables, BLOCK_SIZE, model.dtype, model.device)
+    pages = backend(model.layers, per_table * tables, size, model.dtype, model.device)
     model.backend = pages if max_window is None else _NarrowAttention(pages, max_window)
-    slots = Slots(len(prompts), BLOCK_SIZE, groups)
+    slots = Slots(len(prompts), size, groups)
     # Blocks are dealt out backwards and across rows, so that no backend can rely on neighbours.
     blocks = np.arange(per_table * tables)[::-1].reshape(tables, per_row, len(prompts)).transpose(2, 0, 1)
     rows = [

@@ -12,7 +12,7 @@ from batchrun.config import EngineConfig
 from batchrun.engine.acceptance import check_model
 from batchrun.engine.attention.base import kv_dtype
 from batchrun.engine.attention.cpu import CpuAttention
-from batchrun.engine.attention.registry import attention_backend, cache_backend
+from batchrun.engine.attention.registry import attention_backend, cache_backend, page_size
 from batchrun.engine.checkpoint import Checkpoint, eos_token_ids
 from batchrun.engine.compiled import can_compile, compile_layers
 from batchrun.engine.device_memory import CudaMeter, measure_memory
@@ -72,11 +72,14 @@ def load_single(
     quantized = checkpoint.model.quantization == "int8"
     if quantized:
         check_int8(device, config.fused_layers)
-    # Refused before weights load.
-    cache_backend(attention_backend(config.attention, device), config.kv_cache_dtype, device)
+    backend = attention_backend(config.attention, device)  # what cannot be is refused before weights load
+    cache_backend(backend, config.kv_cache_dtype, device)
+    page_size(config, backend)
     model = load_model(checkpoint, device, dtype)
     backend = attention_backend(config.attention, device, model.layers)
     paged = cache_backend(backend, config.kv_cache_dtype, device)
+    block_size = page_size(config, backend)
+    config = replace(config, block_size=block_size)
     name_products(model.module)
     check_model(model, backend)
     if config.fused_layers:
@@ -95,7 +98,7 @@ def load_single(
         log.info("%s", memory.explain(share))
     held = kv_dtype(config.kv_cache_dtype, model.dtype)
     pool = make_pool(config, model.kv_layout, held, max_model_len, device, sharers, left)
-    cache = paged(model.layers, pool.num_blocks, config.block_size, model.dtype, device)
+    cache = paged(model.layers, pool.num_blocks, block_size, model.dtype, device)
     model.backend = cache
     if isinstance(cache, CpuAttention) and not config.batch_invariant and can_compile(model, paged, dtype):
         compile_layers(model, cache, config.num_threads)

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from batchrun.config import EngineConfig
 from batchrun.engine.attention import registry
 from batchrun.engine.attention import triton as backend_module
 from batchrun.engine.attention.base import LayerGeometry
-from batchrun.engine.attention.registry import attention_backend
+from batchrun.engine.attention.cpu import CpuAttention
+from batchrun.engine.attention.registry import attention_backend, page_size
 from batchrun.engine.attention.torch import TorchAttention
 from batchrun.engine.attention.triton import TritonAttention
 from batchrun.engine.kv_layout import KvLayout
@@ -85,6 +87,12 @@ def test_auto_is_triton_on_a_gpu_and_torch_where_its_heads_do_not_fit(monkeypatc
     assert attention_backend("auto", cuda) is TorchAttention
     with pytest.raises(ConfigError, match=r"not installed: pip install 'batchrun\[gpu\]'"):
         attention_backend("triton", cuda)
+
+
+def test_pages_hold_what_suits_the_backend_unless_a_size_is_given() -> None:
+    assert [page_size(EngineConfig(), each) for each in (TorchAttention, CpuAttention, TritonAttention)] == [32, 32, 64]
+    assert page_size(EngineConfig(batch_invariant=True), CpuAttention) == 128
+    assert page_size(EngineConfig(block_size=48), TritonAttention) == 48
 
 
 def test_refuses_a_device_and_heads_that_it_cannot_take(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,6 +69,8 @@ class AttentionBackend(ABC):
     """Owns the KV pages of all layers and attends over them where they lie."""
 
     name: ClassVar[str]  # in `engine.attention`
+    page_size: ClassVar[int] = 32  # tokens of a page, if `engine.block_size` says nothing
+    page_multiple: ClassVar[int] = 1  # which every page size must be a multiple of
 
     @abstractmethod
     def __init__(

@@ -98,6 +98,7 @@ class TritonAttention(AttentionBackend):
     """Pages are [blocks, block size, kv heads, dim] per layer. Raises ConfigError for heads that are too large."""
 
     name = "triton"
+    page_size = 64  # the keys that its kernels look at together
     fp8 = False  # whether pages hold float8_e4m3fn, instead of the model's type
 
     def __init__(
