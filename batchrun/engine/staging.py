@@ -7,21 +7,29 @@ copy that the host does not wait for takes all of them over.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
 TURNS = 3  # buffers: one that is filled, one that may be on its way, one that a step may still read
 ALIGNMENT = 64  # bytes: Triton compiles a kernel again for a pointer that is not a multiple of 16
 LEAST_BYTES = 2**16
+TYPES: dict[type[np.generic], torch.dtype] = {np.int32: torch.int32, np.int64: torch.int64}
+
+Put = Callable[..., torch.Tensor]  # Staging.put
 
 
 class _Buffer:
     """The same bytes on the host and on the device."""
 
     def __init__(self, size: int, device: torch.device) -> None:
+        self.size = size
         self.pinned = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self.host = self.pinned.numpy()
-        self.device = torch.empty(size, dtype=torch.uint8, device=device)
+        self.bytes = torch.empty(size, dtype=torch.uint8, device=device)
+        # As integers of each type.
+        self.host = {dtype: self.pinned.numpy().view(dtype) for dtype in TYPES}
+        self.device = {dtype: self.bytes.view(there) for dtype, there in TYPES.items()}
         self.copied = torch.cuda.Event() if device.type == "cuda" else None
 
     def wait(self) -> None:
@@ -31,9 +39,9 @@ class _Buffer:
 
     @torch.inference_mode()
     def copy(self, size: int) -> None:
-        self.device[:size].copy_(self.pinned[:size], non_blocking=True)
+        self.bytes[:size].copy_(self.pinned[:size], non_blocking=True)
         if self.copied is not None:
-            self.copied.record(torch.cuda.current_stream(self.device.device))
+            self.copied.record(torch.cuda.current_stream(self.bytes.device))
 
 
 class Staging:
@@ -48,14 +56,16 @@ class Staging:
         self._full: list[tuple[_Buffer, int]] = []  # of this round, and their bytes
 
     def put(self, array: np.ndarray, dtype: type[np.generic] | None = None) -> torch.Tensor:
-        """Where the array will lie on the device, cast to `dtype` if that is given; its shape is kept."""
+        """Where the array will lie on the device, cast to `dtype` if that is given, which is one of TYPES."""
         dtype = array.dtype.type if dtype is None else dtype
-        size = array.size * np.dtype(dtype).itemsize
-        buffer = self._room(size)
-        start, stop = self._used, self._used + size
-        buffer.host[start:stop].view(dtype).reshape(array.shape)[...] = array
-        self._used = -(-stop // ALIGNMENT) * ALIGNMENT
-        return buffer.device[start:stop].view(_TYPES[dtype]).view(array.shape)
+        itemsize = TYPES[dtype].itemsize
+        buffer = self._room(array.size * itemsize)
+        start = self._used // itemsize
+        stop = start + array.size
+        buffer.host[dtype][start:stop] = array.ravel()
+        self._used = -(-stop * itemsize // ALIGNMENT) * ALIGNMENT
+        place = buffer.device[dtype][start:stop]
+        return place if array.ndim == 1 else place.view(array.shape)
 
     def send(self) -> None:
         """Copy what was put since the last call."""
@@ -73,13 +83,10 @@ class Staging:
         buffer = self._buffers[self._turn]
         if buffer is not None and not self._used and not self._full:
             buffer.wait()
-        if buffer is None or self._used + size > len(buffer.host):
+        if buffer is None or self._used + size > buffer.size:
             if buffer is not None:
                 self._full.append((buffer, self._used))
-            least = LEAST_BYTES if buffer is None else 2 * len(buffer.host)
+            least = LEAST_BYTES if buffer is None else 2 * buffer.size
             buffer = self._buffers[self._turn] = _Buffer(max(least, 2 * size), self.device)
             self._used = 0
         return buffer
-
-
-_TYPES = {np.int32: torch.int32, np.int64: torch.int64}

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from batchrun.engine import layers
 from batchrun.engine.acceptance import paged_logits
 from batchrun.engine.attention import registry
 from batchrun.engine.attention import triton as backend_module
@@ -41,7 +42,7 @@ class RoundedAttention(TorchAttention):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Softcaps, and windows beside full attention."""
-    return make_model("gemma2", tmp_path_factory.mktemp("gemma2"))
+    return make_model("gemma2", tmp_path_factory.mktemp("gemma2"), num_hidden_layers=2)
 
 
 def test_logits_are_near_those_of_full_pages(folder: Path) -> None:
@@ -55,7 +56,8 @@ def test_logits_are_near_those_of_full_pages(folder: Path) -> None:
 
 
 def test_generates_what_torch_does_with_rounded_keys_and_values(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts in pieces, cached prefixes and prefix groups."""
+    """Prompts in pieces, cached prefixes and prefix groups, and layers that write their KV themselves."""
+    monkeypatch.setattr(layers, "runs_triton", lambda device: True)
     monkeypatch.setattr(backend_module, "MIN_GROUP_ROWS", 2)
     monkeypatch.setattr(backend_module, "MIN_SAVED_BLOCKS", 1)
     options = {"block_size": 4, "max_batched_tokens": 16}

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from batchrun.engine.attention.base import LayerCall
-from batchrun.engine.attention.library import LibraryAttention, Part, Put
+from batchrun.engine.attention.library import LibraryAttention, Part
+from batchrun.engine.staging import Put
 
 
 class _Rows(NamedTuple):

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from batchrun.engine.attention.base import LayerCall, LayerGeometry
-from batchrun.engine.attention.library import LibraryAttention, Part, Put
+from batchrun.engine.attention.library import LibraryAttention, Part
+from batchrun.engine.staging import Put
 
 WORKSPACE = 128 * 2**20  # bytes, as its documentation has it
 

@@ -7,7 +7,7 @@ in a batch, and one for the others, as libraries choose their kernels by the lon
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -19,12 +19,10 @@ from batchrun.engine.attention.base import AttentionBackend, LayerCall, LayerGeo
 from batchrun.engine.batch import Batch
 from batchrun.engine.kv_cache import HOLE
 from batchrun.engine.kv_layout import KvLayout
-from batchrun.engine.staging import Staging
+from batchrun.engine.staging import Put, Staging
 from batchrun.errors import ConfigError
 from batchrun_kernels.reshape_and_cache import reshape_and_cache
 from batchrun_kernels.rope_and_cache import Pages
-
-Put = Callable[..., torch.Tensor]  # as Staging.put
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ a step is planned here, once for all layers that are alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from batchrun.engine.attention.prefix import shared_prefixes
 from batchrun.engine.batch import Batch
 from batchrun.engine.kv_cache import HOLE
 from batchrun.engine.kv_layout import KvLayout
-from batchrun.engine.staging import Staging
+from batchrun.engine.staging import Put, Staging
 from batchrun.errors import ConfigError
 from batchrun_kernels.decode_plan import MAX_QUERIES, DecodePlan, plan_decode
 from batchrun_kernels.merge_runs import merge_runs
@@ -36,8 +36,6 @@ MIN_GROUP_ROWS = 4
 MIN_SAVED_BLOCKS = 128
 TABLE_COLUMNS = 16  # Triton compiles a kernel again for a stride that this does not divide
 INTERPRETED_SMS = 4  # multiprocessors that Triton's interpreter stands for
-
-Put = Callable[..., torch.Tensor]  # as Staging.put
 
 
 @dataclass(slots=True)
@@ -273,7 +271,10 @@ def _part(rows: _Rows | None, blocks: np.ndarray, put: Put) -> _Part | None:
 
 def _widened(blocks: np.ndarray) -> np.ndarray:
     """Block tables with a multiple of TABLE_COLUMNS columns."""
-    return np.pad(blocks, ((0, 0), (0, -blocks.shape[1] % TABLE_COLUMNS)), constant_values=HOLE)
+    rows, columns = blocks.shape
+    widened = np.full((rows, -(-columns // TABLE_COLUMNS) * TABLE_COLUMNS), HOLE, dtype=np.int32)
+    widened[:, :columns] = blocks
+    return widened
 
 
 def largest_head(layers: Sequence[LayerGeometry]) -> int:
