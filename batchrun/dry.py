@@ -18,6 +18,8 @@ from batchrun.data.manifest import fingerprint
 from batchrun.data.outputs import OutputSchema
 from batchrun.data.plan import Chunk
 from batchrun.data.prompt import Prompt
+from batchrun.engine.attention.base import kv_dtype
+from batchrun.engine.attention.registry import attention_backend, page_size
 from batchrun.engine.checkpoint import Checkpoint
 from batchrun.engine.kv_cache import blocks_for
 from batchrun.engine.kv_layout import KvLayout
@@ -167,23 +169,25 @@ def _print_lengths(sample: Sample, rows: int) -> None:
 def _print_memory(job: Job, sample: Sample) -> None:
     engine, checkpoint = job.config.engine, job.checkpoint
     device = choose_device(job.config.model.device)
-    dtype = choose_dtype(job.config.model.dtype, checkpoint, device)
-    if engine.kv_cache_dtype == "int8":
-        dtype = torch.int8
+    dtype = kv_dtype(engine.kv_cache_dtype, choose_dtype(job.config.model.dtype, checkpoint, device))
     shape = KvShape.of(checkpoint.text_config, dtype)
     layout, longest = KvLayout.of(shape.layers), job.task.max_length
-    per_token, per_block = shape.bytes_per_token, layout.block_bytes(engine.block_size, dtype)
+    # A plan may be made on a machine without the GPU of the run.
+    backend = attention_backend("auto" if device.type == "cpu" else engine.attention, device, shape.layers)
+    block_size = page_size(engine, backend)
+    engine = dataclasses.replace(engine, block_size=block_size)
+    per_token, per_block = shape.bytes_per_token, layout.block_bytes(block_size, dtype)
     print(f"{'KV cache':<12}{shape.formula()} = {per_token:,} bytes = {per_token / MIB:.3g} MiB a token")
     for window, count in sorted(Counter(layer.window for layer in shape.layers if layer.window is not None).items()):
         print(f"{'':<12}{count} of the {len(shape.layers)} layers keep the last {window:,} tokens only")
     for count in (1, 16):
-        blocks = count * blocks_for(layout.groups, engine.block_size, longest)
+        blocks = count * blocks_for(layout.groups, block_size, longest)
         print(f"{'':<12}{count} x {longest:,} tokens take {blocks * per_block / GIB:.2f} GiB")
     budget = kv_budget(engine, layout, dtype, longest, device)
     # A conversation ends with all of its answers in it.
     answers = max(round(sample.per_row), 1) if job.config.prompt.turns else 1
     per_row = min(int(sample.mean or longest) + answers * job.task.max_tokens, longest)
-    room = int(budget // per_block) // blocks_for(layout.groups, engine.block_size, per_row)
+    room = int(budget // per_block) // blocks_for(layout.groups, block_size, per_row)
     fit = min(engine.max_num_seqs, room)
     print(
         f"{'':<12}{budget / GIB:.2f} GiB on {device} hold {fit:,} rows of {per_row:,} tokens at once "

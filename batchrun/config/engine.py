@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from batchrun.config.base import in_range, one_of, setting
 from batchrun.errors import ConfigError
 
-ATTENTION = ("auto", "torch", "cpu", "triton")
-KV_CACHE_DTYPES = ("auto", "int8")
+ATTENTION = ("auto", "torch", "cpu", "triton", "flash_attn", "flashinfer")
+KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 SWITCH = ("auto", "on", "off")
 YAML_SWITCH = {"True": "on", "False": "off"}  # what YAML makes of the bare words
 INVARIANT_BLOCK_SIZE = 128  # tokens, as many as the CPU's attention looks at together
@@ -18,8 +18,12 @@ INVARIANT_BLOCK_SIZE = 128  # tokens, as many as the CPU's attention looks at to
 class EngineConfig:
     """How tokens are computed: speed and memory; only `kv_cache_dtype` and `batch_invariant` change what they are."""
 
-    attention: str = setting("auto", "attention backend: auto, torch, cpu or triton", identity=False)
-    block_size: int = setting(32, "tokens in one page of the KV cache", identity=False)
+    attention: str = setting(
+        "auto", "attention backend: auto, torch, cpu, triton, flash_attn or flashinfer", identity=False
+    )
+    block_size: int | None = setting(
+        None, "tokens in one page of the KV cache; default: what suits the attention backend", identity=False
+    )
     num_blocks: int | None = setting(None, "pages in the KV cache; default: from kv_cache_gib", identity=False)
     kv_cache_gib: float | None = setting(
         None, "memory for the KV cache in GiB; default: from the free memory", identity=False
@@ -28,7 +32,10 @@ class EngineConfig:
         0.9, "share of a GPU's memory that the engine may use, weights and steps included", identity=False
     )
     kv_cache_dtype: str = setting(
-        "auto", "auto: the model's type; int8: half of bfloat16, with a scale for each token and head", identity=True
+        "auto",
+        "auto: the model's type; half of bfloat16: int8, with a scale for each token and head, on a CPU, "
+        "and fp8 (e4m3) on a GPU",
+        identity=True,
     )
     max_num_seqs: int = setting(256, "most sequences running at once", identity=False)
     max_batched_tokens: int = setting(2048, "most tokens computed in one step", identity=False)
@@ -58,7 +65,7 @@ class EngineConfig:
         one_of("engine.overlap", self.overlap, SWITCH)
         one_of("engine.cuda_graphs", self.cuda_graphs, SWITCH)
         in_range("engine.block_size", self.block_size, 1, 1024)
-        if self.batch_invariant and self.block_size < INVARIANT_BLOCK_SIZE:
+        if self.batch_invariant and self.block_size is not None and self.block_size < INVARIANT_BLOCK_SIZE:
             raise ConfigError(
                 f"engine.batch_invariant=true needs engine.block_size={INVARIANT_BLOCK_SIZE} or more, not "
                 f"{self.block_size}: the attention sums smaller pages together, in groups that depend on the batch"

@@ -23,6 +23,7 @@ from batchrun.engine.model import PagedModel, UnsupportedModel
 from batchrun.engine.params import Request
 from batchrun.engine.sequence import Sequence
 from batchrun.engine.slots import Slots
+from batchrun.engine.staging import Staging
 
 STEP = 7  # tokens of a chunk
 LENGTHS = (5, 36, 22)  # two of them leave one token for the last step, as decoding does
@@ -84,8 +85,8 @@ class _NarrowAttention(AttentionBackend):
         self._backend = backend
         self._limit = limit
 
-    def begin(self, batch: Batch) -> None:
-        self._backend.begin(batch)
+    def begin(self, batch: Batch, staging: Staging | None = None) -> None:
+        self._backend.begin(batch, staging)
 
     def attend(self, call: LayerCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         window = None if call.window is None else min(call.window, self._limit)
@@ -110,11 +111,12 @@ def paged_logits(
     max_window: int | None = None,
 ) -> torch.Tensor:
     """float32 logits [rows, vocabulary] of the last token of each prompt, fed in steps of `chunk` tokens."""
-    per_row, groups = -(-max(map(len, prompts)) // BLOCK_SIZE), model.kv_layout.groups
+    size = max(BLOCK_SIZE, backend.page_multiple)
+    per_row, groups = -(-max(map(len, prompts)) // size), model.kv_layout.groups
     per_table, tables = per_row * len(prompts), model.kv_layout.num_tables
-    pages = backend(model.layers, per_table * tables, BLOCK_SIZE, model.dtype, model.device)
+    pages = backend(model.layers, per_table * tables, size, model.dtype, model.device)
     model.backend = pages if max_window is None else _NarrowAttention(pages, max_window)
-    slots = Slots(len(prompts), BLOCK_SIZE, groups)
+    slots = Slots(len(prompts), size, groups)
     # Blocks are dealt out backwards and across rows, so that no backend can rely on neighbours.
     blocks = np.arange(per_table * tables)[::-1].reshape(tables, per_row, len(prompts)).transpose(2, 0, 1)
     rows = [

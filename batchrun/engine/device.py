@@ -12,3 +12,10 @@ import torch
 def runs_triton(device: torch.device) -> bool:
     """A GPU of NVIDIA or AMD, with Triton installed: torch's packages for Linux bring it, others may not."""
     return device.type == "cuda" and find_spec("triton") is not None
+
+
+def stores_fp8(device: torch.device) -> bool:
+    """Whether Triton kernels write float8_e4m3fn there: NVIDIA's of compute capability 8.9, and the interpreter."""
+    if device.type != "cuda":
+        return True
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)

@@ -165,7 +165,7 @@ class DecodeGraphs:
         attention = self._attention
         attention.aim(size)
         self._feedback.feed(at["token_ids"], at["fed"])
-        with hook.forward_context(lambda call, q, k, v, _: attention.attend(call, q, k, v)):
+        with hook.forward_context(lambda call, q, k, v, _: attention.attend(call, q, k, v), attention):
             logits = self._model.run(at["token_ids"], at["positions"], self._every[:size])
         tokens = sample(logits, *(at[name] for name in ("temperature", "top_k", "top_p", "min_p", "seeds", "places")))
         self._feedback.note(tokens, at["slots"])

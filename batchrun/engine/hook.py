@@ -12,12 +12,15 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AttentionInterface
 
-from batchrun.engine.attention.base import LayerCall
+from batchrun.engine.attention.base import AttentionBackend, LayerCall
+
+if TYPE_CHECKING:
+    from batchrun_kernels.rope_and_cache import Pages
 
 NAME = "batchrun_paged"
 WINDOW_ON_EVERY_LAYER = {"phimoe"}  # these mask by their config's window, have no layer types and pass no window
@@ -31,6 +34,7 @@ class ForwardContext:
     """One forward pass: who attends, and what the model did."""
 
     attend: Attend
+    backend: AttentionBackend | None = None  # that `attend` calls, if layers of our own may call it too
     calls: int = 0  # layers that have called so far; the next call is this layer
     masked: bool = False  # whether a layer came with a mask of its own
 
@@ -45,9 +49,9 @@ _current = _Current()
 
 
 @contextmanager
-def forward_context(attend: Attend) -> Iterator[ForwardContext]:
+def forward_context(attend: Attend, backend: AttentionBackend | None = None) -> Iterator[ForwardContext]:
     """Let the model's attention layers call `attend(call, q, k, v, module)` in this thread; not reentrant."""
-    context = _current.context = ForwardContext(attend)
+    context = _current.context = ForwardContext(attend, backend)
     try:
         yield context
     finally:
@@ -90,6 +94,21 @@ def attend(call: LayerCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -
         raise RuntimeError("a fused layer was called outside of a batchrun forward pass")
     context.calls += 1
     return context.attend(call, q, k, v, None)
+
+
+def destination(call: LayerCall) -> Pages | None:
+    """Where a layer of our own may write K and V of this step itself, to call `attend_written` then; None: nowhere."""
+    context = _current.context
+    return None if context is None or context.backend is None else context.backend.destination(call.layer)
+
+
+def attend_written(call: LayerCall, q: torch.Tensor) -> torch.Tensor:
+    """Attention with q [T, Hq, Dk] -> [T, Hq, Dv], once K and V are at the `destination`."""
+    context = _current.context
+    assert context is not None
+    assert context.backend is not None
+    context.calls += 1
+    return context.backend.attend_written(call, q)
 
 
 def _layer_window(module: torch.nn.Module) -> int | None:

@@ -1,7 +1,8 @@
 """The fused decoder layer of layers.py for a GPU: the library's products, with Triton kernels for what lies between.
 
 Beside its four products a layer reads and writes its activations four times: for the two norms, with the residual
-addition in the second, for the norm and RoPE of the heads, and for the gate of the MLP.
+addition in the second, for the norm and RoPE of the heads, which also brings K and V to the pages of a backend that
+says where they are, and for the gate of the MLP.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from batchrun.engine.mlp import GatedMLP, OriginalMLP, mlp_forms, parts
 from batchrun_kernels.act_and_mul import act_and_mul
 from batchrun_kernels.cpu.product import GELU_TANH, SILU
 from batchrun_kernels.rms_norm import add_rms_norm, rms_norm
-from batchrun_kernels.rope_and_cache import HeadNorm, rope
+from batchrun_kernels.rope_and_cache import HeadNorm, rope, rope_and_cache
 
 log = logging.getLogger(__name__)
 
@@ -117,6 +118,10 @@ class DeviceLayer(torch.nn.Module):
                 raise ValueError("a norm of the heads without rotation has no kernel")
         else:
             cos, sin = (part[0] for part in position_embeddings)
+            pages = hook.destination(self.call)
+            if pages is not None:
+                rope_and_cache(q, k, v, cos, sin, pages, norm=self.head_norm, interleaved=self.rotation == "pairs")
+                return hook.attend_written(self.call, q).reshape(len(x), -1)
             rope(q, k, cos, sin, norm=self.head_norm, interleaved=self.rotation == "pairs")
         return hook.attend(self.call, q, k, v).reshape(len(x), -1)
 

@@ -10,8 +10,9 @@ import torch
 
 from batchrun.config import EngineConfig
 from batchrun.engine.acceptance import check_model
+from batchrun.engine.attention.base import kv_dtype
 from batchrun.engine.attention.cpu import CpuAttention
-from batchrun.engine.attention.registry import attention_backend, cache_backend
+from batchrun.engine.attention.registry import attention_backend, cache_backend, page_size
 from batchrun.engine.attention.torch import TorchAttention
 from batchrun.engine.checkpoint import Checkpoint, eos_token_ids
 from batchrun.engine.compiled import can_compile, compile_layers
@@ -75,14 +76,17 @@ def load_single(
     quantized = checkpoint.model.quantization == "int8"
     if quantized:
         check_int8(device, config.fused_layers)
-    cache_backend(attention_backend(config.attention, device), config.kv_cache_dtype)  # refused before weights load
     if config.cuda_graphs == "on" and not runs_triton(device):
         raise ConfigError(f"engine.cuda_graphs=on needs a GPU with Triton, not {device}: set engine.cuda_graphs=auto")
+    backend = attention_backend(config.attention, device)  # what cannot be is refused before weights load
+    cache_backend(backend, config.kv_cache_dtype, device)
+    page_size(config, backend)
     model = load_model(checkpoint, device, dtype)
     backend = attention_backend(config.attention, device, model.layers)
-    paged = cache_backend(backend, config.kv_cache_dtype)
+    paged = cache_backend(backend, config.kv_cache_dtype, device)
+    block_size = page_size(config, backend)
+    config = replace(config, block_size=block_size)
     name_products(model.module)
-    kv_dtype = torch.int8 if config.kv_cache_dtype == "int8" else model.dtype
     check_model(model, backend)
     if config.fused_layers:
         fuse_model(model)
@@ -98,8 +102,9 @@ def load_single(
         share = config.gpu_memory_utilization / -(-sharers // torch.cuda.device_count())
         config, left = replace(config, max_batched_tokens=tokens), memory.left(share)
         log.info("%s", memory.explain(share))
-    pool = make_pool(config, model.kv_layout, kv_dtype, max_model_len, device, sharers, left)
-    cache = paged(model.layers, pool.num_blocks, config.block_size, model.dtype, device)
+    held = kv_dtype(config.kv_cache_dtype, model.dtype)
+    pool = make_pool(config, model.kv_layout, held, max_model_len, device, sharers, left)
+    cache = paged(model.layers, pool.num_blocks, block_size, model.dtype, device)
     model.backend = cache
     if isinstance(cache, CpuAttention) and not config.batch_invariant and can_compile(model, paged, dtype):
         compile_layers(model, cache, config.num_threads)

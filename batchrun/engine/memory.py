@@ -45,7 +45,7 @@ class KvShape:
         if self.dtype == torch.int8:
             heads = sum(layer.num_kv_heads for layer in self.layers)
             return f"2 (K and V) x ({total} x 1 byte + {heads} scales x {SCALE.itemsize} bytes)"
-        return f"2 (K and V) x {total} x {self.dtype.itemsize} bytes"
+        return f"2 (K and V) x {total} x {self.dtype.itemsize} byte{'s' if self.dtype.itemsize > 1 else ''}"
 
 
 def _layer_configs(text_config: Any) -> list[Any]:
@@ -80,7 +80,8 @@ def kv_budget(
 ) -> float:
     """Bytes for the KV cache: as configured, else this process's share of what the free memory allows and the job
     can use. `left` is what the memory of a device was found to allow."""
-    block_bytes = layout.block_bytes(config.block_size, dtype)
+    size = _block_size(config)
+    block_bytes = layout.block_bytes(size, dtype)
     if config.num_blocks is not None:
         return config.num_blocks * layout.num_tables * block_bytes
     if config.kv_cache_gib is not None:
@@ -91,9 +92,7 @@ def kv_budget(
         allowed = config.gpu_memory_utilization * torch.cuda.mem_get_info(device)[0]
     else:
         allowed = CPU_SHARE / sharers * psutil.virtual_memory().available
-    each, prefilling = (
-        blocks_for(layout.groups, config.block_size, max_model_len, step) for step in (1, config.max_batched_tokens)
-    )
+    each, prefilling = (blocks_for(layout.groups, size, max_model_len, step) for step in (1, config.max_batched_tokens))
     return min(allowed, (config.max_num_seqs * each + prefilling - each) * block_bytes)
 
 
@@ -111,18 +110,24 @@ def make_pool(
     Raises ConfigError if there is no room for two in each table.
     """
     budget = kv_budget(config, layout, dtype, max_model_len, device, sharers, left)
-    block_bytes = layout.block_bytes(config.block_size, dtype)
+    size = _block_size(config)
+    block_bytes = layout.block_bytes(size, dtype)
     blocks = int(budget // block_bytes)
     if blocks < 2 * layout.num_tables:
         raise ConfigError(
             f"{budget / GIB:.3f} GiB for the KV cache hold fewer than {2 * layout.num_tables} blocks of "
             f"{block_bytes / GIB:.3f} GiB: raise engine.kv_cache_gib or lower engine.block_size"
         )
-    log.info("KV cache: %d blocks of %d tokens, %.2f GiB", blocks, config.block_size, blocks * block_bytes / GIB)
-    pool = BlockPool(blocks, config.block_size, config.prefix_caching, layout.groups)
+    log.info("KV cache: %d blocks of %d tokens, %.2f GiB", blocks, size, blocks * block_bytes / GIB)
+    pool = BlockPool(blocks, size, config.prefix_caching, layout.groups)
     if (longest := pool.longest_row(max_model_len, config.max_batched_tokens)) < max_model_len:
         log.warning(
             "the KV cache holds rows of %d tokens, fewer than the model's %d: longer rows are cut or refused; "
             "raise engine.kv_cache_gib", longest, max_model_len,
         )  # fmt: skip
     return pool
+
+
+def _block_size(config: EngineConfig) -> int:
+    assert config.block_size is not None  # attention/registry.py has put in what suits the backend
+    return config.block_size

@@ -19,6 +19,7 @@ from batchrun.engine.feedback import Feedback
 from batchrun.engine.head import Head
 from batchrun.engine.kv_layout import KvLayout
 from batchrun.engine.lora import merge
+from batchrun.engine.staging import Staging
 from batchrun.engine.support import UnsupportedModel, is_vision_language
 from batchrun.errors import ConfigError
 
@@ -36,6 +37,8 @@ class PagedModel:
         self.backend: AttentionBackend | None = None
         self.feedback: Feedback | None = None  # of steps that take tokens which the host has not read
         self._head = Head(module)
+        self._staging = Staging(self.device)
+        self._staged: tuple[np.ndarray, torch.Tensor] | None = None  # places of logits: on the host, on the device
         self._adapters: np.ndarray | None = None  # of the tokens that were computed last
         self.layers = self._probe()
 
@@ -49,29 +52,36 @@ class PagedModel:
         """Compute a step: KV to the pages, and the hidden states [T, ...] of all its tokens, for `logits`."""
         backend = self.backend
         assert backend is not None
-        backend.begin(batch)
-        self._adapters = batch.adapters
-        attention = hook.forward_context(lambda call, q, k, v, _: backend.attend(call, q, k, v))
+        index = batch.logits_index
+        token_ids, positions, places = map(self._staging.put, (batch.token_ids, batch.positions, index))
+        fed = None if batch.fed is None else self._staging.put(batch.fed)
+        backend.begin(batch, self._staging)
+        self._staging.send()
+        self._staged, self._adapters = (index, places), batch.adapters
+        attention = hook.forward_context(lambda call, q, k, v, _: backend.attend(call, q, k, v), backend)
         with attention, adapted(batch.adapters, self.device):
-            return self._head.hidden(self._token_ids(batch), self._tensor(batch.positions))
+            if fed is not None:
+                assert self.feedback is not None
+                self.feedback.feed(token_ids, fed)
+            return self._head.hidden(token_ids, positions)
 
     @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor, index: Any) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, index: np.ndarray) -> torch.Tensor:
         """Logits [K, vocabulary], in the model's type, at places [K] of what `hidden` gave last."""
         with adapted(None if self._adapters is None else self._adapters[index], self.device):
-            return self._head.logits(hidden[self._tensor(index)])
+            return self._head.logits(hidden[self._places(index)])
+
+    def _places(self, index: np.ndarray) -> torch.Tensor:
+        """On the device; those of the rows that sample came with their step."""
+        if self._staged is None or not np.array_equal(index, self._staged[0]):
+            self._staged = index, self._staging.put(index)
+            self._staging.send()
+        return self._staged[1]
 
     def run(self, token_ids: Any, positions: Any, logits_index: Any) -> torch.Tensor:
         """Logits [K, vocabulary] at places [K] of the flattened tokens [T], inside of a forward context."""
         hidden = self._head.hidden(self._tensor(token_ids), self._tensor(positions))
         return self._head.logits(hidden[self._tensor(logits_index)])
-
-    def _token_ids(self, batch: Batch) -> torch.Tensor:
-        token_ids = self._tensor(batch.token_ids)
-        if batch.fed is not None:
-            assert self.feedback is not None
-            self.feedback.feed(token_ids, self._tensor(batch.fed))
-        return token_ids
 
     def _tensor(self, array: Any) -> torch.Tensor:
         return torch.as_tensor(array, device=self.device)

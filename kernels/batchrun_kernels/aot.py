@@ -82,8 +82,8 @@ def _merge() -> None:
     merge_runs(_meta(256, 32, 128), lse, _meta(64, dtype=torch.int32), runs, run_lse)
 
 
-def _cache(heads: int, dk: int, dv: int) -> None:
-    pages = _meta(512, 64, heads, dk), _meta(512, 64, heads, dv)
+def _cache(heads: int, dk: int, dv: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    pages = _meta(512, 64, heads, dk, dtype=dtype), _meta(512, 64, heads, dv, dtype=dtype)
     reshape_and_cache(_meta(256, heads, dk), _meta(256, heads, dv), *pages, _meta(256, dtype=torch.int64))
 
 
@@ -140,6 +140,7 @@ def cases() -> dict[str, Callable[[], object]]:
         "gelu_tanh 9216": partial(act_and_mul, _meta(256, 18432), "gelu_tanh"),
         "cache 8x128": partial(_cache, 8, 128, 128),
         "cache 4x192/128": partial(_cache, 4, 192, 128),
+        "cache 8x128 to fp8": partial(_cache, 8, 128, 128, FP8),
         "rope 32+8x128 norm": partial(_rope, 32, 8, 128, norm=True),
         "rope 32x80 of 32": partial(_rope, 32, 32, 80, rotary=32),
         "rope 16+8x256 in place": partial(_rope, 16, 8, 256, norm=True, cached=False),
@@ -164,6 +165,8 @@ def cases() -> dict[str, Callable[[], object]]:
         "prefill 64 sinks window": gpt_oss.prefill,
         "prefill 192/128": latent.prefill,
         "prefill 256 softcap window": gemma2.prefill,
+        "prefix 128 fp8": plain._replace(kv_dtype=FP8).prefix,
+        "prefill 128 fp8": plain._replace(kv_dtype=FP8).prefill,
         "prefill 128 fp8 bits": plain._replace(kv_dtype=torch.uint8).prefill,
     }
 

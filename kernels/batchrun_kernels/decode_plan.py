@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchrun_kernels.paged import KvPages, head_dim_of, padded, tile_of
+from batchrun_kernels.paged import KvPages, Upload, head_dim_of, padded, tile_of, upload_to
 
 MAX_QUERIES = 8  # per sequence; longer ones are paged_prefill's
 MAX_ROWS = 64  # query heads within queries per program; more take several programs
@@ -45,8 +45,9 @@ def plan_decode(
     first_keys: Sequence[int] | np.ndarray | None = None,
     window: int | None = None,
     chunk: int | None = None,
+    upload: Upload | None = None,
 ) -> DecodePlan:
-    """The plan for sequences of these lengths, on the device of `pages`.
+    """The plan for sequences of these lengths, on the device of `pages`, where `upload` brings it (None: copies).
 
     Chunks are of about as many keys as give each of PROGRAMS_PER_SM programs on `num_sms` multiprocessors two of them,
     MIN_CHUNK at least; or of `chunk` keys, which makes a sequence's result independent of the others. `itemsize` is
@@ -71,18 +72,14 @@ def plan_decode(
     chunk_tiles = -(-chunk // tile)
     chunks = np.maximum(1, -(-tiles // chunk_tiles))
     units = int(chunks.sum())
-    device = pages.keys.device
-    runs = torch.empty(units if units > len(chunks) else 0, parts, rows, dv, device=device)
+    runs = torch.empty(units if units > len(chunks) else 0, parts, rows, dv, device=pages.keys.device)
+    upload = upload or upload_to(pages.keys.device)
     return DecodePlan(
-        counts=_ints(np.array([units, chunk_tiles]), device),
-        unit_sequences=_ints(np.repeat(np.arange(len(chunks)), chunks), device),
-        chunk_starts=_ints(np.concatenate([[0], np.cumsum(chunks)]), device),
-        arrived=torch.zeros(len(chunks) * parts, dtype=torch.int32, device=device),
+        counts=upload(np.array([units, chunk_tiles])),
+        unit_sequences=upload(np.repeat(np.arange(len(chunks)), chunks)),
+        chunk_starts=upload(np.concatenate([[0], np.cumsum(chunks)])),
+        arrived=upload(np.zeros(len(chunks) * parts, dtype=np.int64)),
         runs=runs,
         run_lse=runs.new_empty(runs.shape[:3]),
         programs=max(1, min(programs, units * parts)),
     )
-
-
-def _ints(array: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(array.astype(np.int32)).to(device)

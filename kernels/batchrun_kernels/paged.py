@@ -9,9 +9,10 @@ positions of a page that no query sees.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -23,6 +24,8 @@ MAX_HEAD_DIM = 256
 MIN_DOT = 16  # shortest side of a matrix product on tensor cores
 FP8 = torch.float8_e4m3fn
 FP8_BITS_SCALE = 256.0  # of what `_widened` makes of the bits of fp8
+
+Upload = Callable[[np.ndarray], Tensor]  # of a plan's integers, to int32 on the device
 
 
 class KvPages(NamedTuple):
@@ -171,6 +174,11 @@ def scales(pages: KvPages, scoring: Scoring) -> tuple[float, float]:
     """What products of queries and stored keys, and sums of stored values, are multiplied by."""
     bits = FP8_BITS_SCALE if pages.keys.dtype == torch.uint8 else 1.0
     return scoring.scale * pages.key_scale * bits, pages.value_scale * bits
+
+
+def upload_to(device: torch.device | str) -> Upload:
+    """A copy for each array."""
+    return lambda array: torch.from_numpy(array.astype(np.int32)).to(device)
 
 
 def head_dim_of(pages: KvPages) -> int:

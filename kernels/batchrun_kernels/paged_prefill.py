@@ -23,6 +23,7 @@ from batchrun_kernels.paged import (
     KvPages,
     Rows,
     Scoring,
+    Upload,
     attend_keys,
     check,
     head_dim_of,
@@ -32,6 +33,7 @@ from batchrun_kernels.paged import (
     page_shape,
     scales,
     tile_of,
+    upload_to,
 )
 
 
@@ -154,8 +156,12 @@ def plan_prefill(
     *,
     window: int | None = None,
     device: torch.device | str = "cpu",
+    upload: Upload | None = None,
 ) -> PrefillPlan:
-    """The plan for these lengths; `group` query heads share a key-value head, `head_dim` is the larger of Dk and Dv."""
+    """The plan for these lengths; `group` query heads share a key-value head, `head_dim` is the larger of Dk and Dv.
+
+    It is on `device`, or where `upload` brings it.
+    """
     block_m = block_m_of(head_dim, itemsize)
     lengths, counts = np.asarray(seq_lens, dtype=np.int64), np.asarray(query_lens, dtype=np.int64)
     tiles = -(-counts * group // block_m)
@@ -166,8 +172,8 @@ def plan_prefill(
     if window is not None:
         keys = np.minimum(keys, window + block_m // group)
     order = np.argsort(-keys, kind="stable")
-    pairs = np.stack([sequence, place], axis=1)[order].astype(np.int32)
-    return PrefillPlan(torch.from_numpy(pairs).to(device), block_m)
+    pairs = np.stack([sequence, place], axis=1)[order]
+    return PrefillPlan((upload or upload_to(device))(pairs), block_m)
 
 
 def paged_prefill(

@@ -21,6 +21,7 @@ from batchrun_kernels.cost import Cost
 from batchrun_kernels.paged import (
     KvPages,
     Scoring,
+    Upload,
     attend_keys,
     attend_torch,
     check,
@@ -30,6 +31,7 @@ from batchrun_kernels.paged import (
     read_pages,
     scales,
     tile_of,
+    upload_to,
 )
 from batchrun_kernels.paged_prefill import block_m_of
 
@@ -159,8 +161,9 @@ def plan_prefix(
     *,
     num_sms: int,
     chunk: int | None = None,
+    upload: Upload | None = None,
 ) -> PrefixPlan:
-    """The plan for groups of so many shared positions and queries, on the device of `pages`.
+    """The plan for groups of so many shared positions and queries, on the device of `pages`, where `upload` brings it.
 
     Chunks are of about as many keys as give each of `num_sms` multiprocessors two programs, MIN_CHUNK at least; or of
     `chunk`, a multiple of 64, which makes a row's result independent of the other groups. `itemsize` is that of the
@@ -182,7 +185,8 @@ def plan_prefix(
         for tile in range(tiles[group])
     ]
     array = np.array(units, dtype=np.int32).reshape(-1, 3)
-    return PrefixPlan(torch.from_numpy(array).to(pages.keys.device), block_m, chunk, int(chunks.max(initial=1)))
+    upload = upload or upload_to(pages.keys.device)
+    return PrefixPlan(upload(array), block_m, chunk, int(chunks.max(initial=1)))
 
 
 def prefix_group(

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from batchrun_kernels.cost import Cost
+from batchrun_kernels.reshape_and_cache import limit_of, quantised
 
 TILE = 1024  # elements of one operand per program
 
@@ -65,13 +66,6 @@ def _store_pairs(pointer, rows, first, second, HALF: tl.constexpr, HALF_PAD: tl.
 
 
 @triton.jit
-def _quantise(x, scale, LIMIT: tl.constexpr):
-    if LIMIT > 0:
-        x = tl.minimum(tl.maximum(x / scale, -LIMIT), LIMIT)
-    return x
-
-
-@triton.jit
 def _turn_heads(
     source,  # [HEADS, 1] pointers to the first element of each head
     target,
@@ -108,11 +102,11 @@ def _turn_heads(
             rest *= norm * (tl.load(weight + d, mask=rows & (d < D), other=0.0).to(tl.float32) + UNIT_OFFSET)
     first_cos, second_cos = _load_pairs(cos, one, HALF, HALF_PAD, INTERLEAVED)
     first_sin, second_sin = _load_pairs(sin, one, HALF, HALF_PAD, INTERLEAVED)
-    turned = _quantise(first * first_cos - second * first_sin, scale, LIMIT)
-    other = _quantise(second * second_cos + first * second_sin, scale, LIMIT)
+    turned = quantised(first * first_cos - second * first_sin, scale, LIMIT)
+    other = quantised(second * second_cos + first * second_sin, scale, LIMIT)
     _store_pairs(target, rows, turned, other, HALF, HALF_PAD, INTERLEAVED)
     if 2 * HALF < D:
-        rest = _quantise(rest, scale, LIMIT)
+        rest = quantised(rest, scale, LIMIT)
         tl.store(target + d, rest.to(target.dtype.element_ty), mask=rows & (d < D))
 
 
@@ -195,7 +189,7 @@ def _rope_and_cache_kernel(
                 mask = (head < kv_heads) & (d < DV)
                 v = tl.load(v_ptr + token * v_stride + head * v_head_stride + d, mask=mask)
                 if LIMIT > 0:
-                    v = _quantise(v.to(tl.float32), v_scale, LIMIT)
+                    v = quantised(v.to(tl.float32), v_scale, LIMIT)
                 page = v_pages_ptr + block * v_block_stride + offset * v_token_stride + head * v_page_head_stride
                 tl.store(page + d, v.to(v_pages_ptr.dtype.element_ty), mask=mask)
 
@@ -305,15 +299,10 @@ def _launch(
         HEADS=heads,
         INTERLEAVED=interleaved,
         UNIT_OFFSET=float(norm is not None and norm.unit_offset),
-        LIMIT=0.0 if pages is None else _limit(pages.keys.dtype),
+        LIMIT=0.0 if pages is None else limit_of(pages.keys.dtype),
         num_warps=max(1, min(4, heads * padded // 512)),
         enable_fp_fusion=True,
     )
-
-
-def _limit(dtype: torch.dtype) -> float:
-    """The largest number of an 8-bit type; 0 for a wider one, which is not scaled."""
-    return torch.finfo(dtype).max if dtype.itemsize == 1 else 0.0
 
 
 def rope_torch(
@@ -360,7 +349,7 @@ def rope_and_cache_torch(
     at = pages.slot_mapping[kept]
     block, offset_in = at // pages.keys.shape[1], at % pages.keys.shape[1]
     for stored, new, scale in ((pages.keys, turned[1], pages.k_scale), (pages.values, v, pages.v_scale)):
-        limit = _limit(stored.dtype)
+        limit = limit_of(stored.dtype)
         scaled = (new.float() / scale).clamp(-limit, limit) if limit else new
         stored[block, offset_in] = scaled[kept].to(stored.dtype)
 

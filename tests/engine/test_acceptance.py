@@ -19,6 +19,7 @@ from batchrun.engine.attention.torch import TorchAttention
 from batchrun.engine.batch import Batch
 from batchrun.engine.checkpoint import open_checkpoint
 from batchrun.engine.model import PagedModel, UnsupportedModel, load_model
+from batchrun.engine.staging import Staging
 from tests.engine.families import make_model
 
 Folder = Callable[[str], Path]
@@ -79,23 +80,23 @@ class WithoutScale(TorchAttention):
 class LosesThePast(TorchAttention):
     """Reads nothing that an earlier step wrote, as a backend does that attends to the batch alone."""
 
-    def begin(self, batch: Batch) -> None:
+    def begin(self, batch: Batch, staging: Staging | None = None) -> None:
         for pages in self.pages:
             for page in pages or ():
                 page.zero_()
-        super().begin(batch)
+        super().begin(batch, staging)
 
 
 class NextBlock(TorchAttention):
     """Writes and reads each row's blocks as if they lay one after another, which other rows then overwrite."""
 
-    def begin(self, batch: Batch) -> None:
+    def begin(self, batch: Batch, staging: Staging | None = None) -> None:
         width = batch.block_tables.shape[2]
         tables = (batch.block_tables[:, :, :1] + np.arange(width, dtype=np.int32)) % len(self.pages[0][0])
         owner = np.repeat(np.arange(len(batch.slots)), np.diff(batch.query_starts))
         size = self.block_size
         places = tables[:, owner, batch.positions // size].astype(np.int64) * size + batch.positions % size
-        super().begin(replace(batch, block_tables=tables, slot_mapping=places))
+        super().begin(replace(batch, block_tables=tables, slot_mapping=places), staging)
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,11 @@ from tests.engine.families import assert_idle, engine_of, load, random_prompt
 
 
 def test_the_cpu_backend_alone_has_it() -> None:
-    assert cache_backend(TorchAttention, "auto") is TorchAttention
-    assert cache_backend(CpuAttention, "int8") is Int8Attention
+    cpu = torch.device("cpu")
+    assert cache_backend(TorchAttention, "auto", cpu) is TorchAttention
+    assert cache_backend(CpuAttention, "int8", cpu) is Int8Attention
     with pytest.raises(ConfigError, match=r"engine\.kv_cache_dtype=int8 .*engine\.attention=cpu"):
-        cache_backend(TorchAttention, "int8")
+        cache_backend(TorchAttention, "int8", cpu)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

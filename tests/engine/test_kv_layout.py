@@ -117,6 +117,6 @@ def test_the_cache_is_no_larger_than_its_rows_can_use() -> None:
 def test_a_cache_without_room_for_two_blocks_in_each_table_is_refused() -> None:
     layout = KvLayout.of(pattern(4, 22))
     least = 14 * layout.block_bytes(32, BF16) / GIB
-    make_pool(EngineConfig(kv_cache_gib=1.01 * least), layout, BF16, 4096, CPU)
+    make_pool(EngineConfig(kv_cache_gib=1.01 * least, block_size=32), layout, BF16, 4096, CPU)
     with pytest.raises(ConfigError, match=r"fewer than 14 blocks.*raise engine\.kv_cache_gib"):
-        make_pool(EngineConfig(kv_cache_gib=0.99 * least), layout, BF16, 4096, CPU)
+        make_pool(EngineConfig(kv_cache_gib=0.99 * least, block_size=32), layout, BF16, 4096, CPU)

@@ -33,7 +33,7 @@ def test_an_unknown_option_is_named_with_those_there_are(llama: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "wanted"),
     [
-        ({"block_size": "x"}, "LLM(block_size='x') must be int"),
+        ({"block_size": "x"}, "LLM(block_size='x') must be int or None"),
         ({"max_num_seqs": 1.5}, "LLM(max_num_seqs=1.5) must be int"),
         ({"num_blocks": True}, "LLM(num_blocks=True) must be int or None"),
         ({"prefix_caching": 1}, "LLM(prefix_caching=1) must be bool"),

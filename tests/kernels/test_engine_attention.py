@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from batchrun.config import EngineConfig
 from batchrun.engine.attention import registry
 from batchrun.engine.attention import triton as backend_module
 from batchrun.engine.attention.base import LayerGeometry
-from batchrun.engine.attention.registry import attention_backend
+from batchrun.engine.attention.cpu import CpuAttention
+from batchrun.engine.attention.registry import attention_backend, page_size
 from batchrun.engine.attention.torch import TorchAttention
 from batchrun.engine.attention.triton import TritonAttention
 from batchrun.engine.kv_layout import KvLayout
-from batchrun.engine.llm import LLM
-from batchrun.engine.params import SamplingParams
 from batchrun.errors import ConfigError
-from tests.engine.families import engine_of, make_model, make_optimistic, random_prompt
 from tests.engine.test_attention import CPU, SHAPES, Rows, Shape
-from tests.engine.test_oracle import load_tight
-
-MAX_TOKENS = 8
-SHARED = random_prompt(0, 20)
-PROMPTS = [random_prompt(length, length) for length in (16, 33)]
-PROMPTS += [SHARED + random_prompt(100 + i, length) for i, length in enumerate((1, 6, 14))]
 
 
 @pytest.fixture
@@ -45,11 +36,6 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(backend_module, "shared_prefixes", found)
     return made
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    return lambda family: make_model(family, tmp_path_factory.mktemp(family))
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -91,28 +77,6 @@ def test_half_precision_stays_near_the_exact_result() -> None:
         torch.testing.assert_close(out.double(), rows.expected(batch, rows.call), rtol=0.1, atol=0.05)
 
 
-# Windows beside full attention and softcaps; Dk apart from Dv.
-@pytest.mark.parametrize("family", ["gemma2", "deepseek_v3"])
-def test_generates_what_torch_does(family: str, folder: Callable[[str], Path], small_groups: list[int]) -> None:
-    """Prompts in pieces, cached prefixes, prefix groups, and rows that are preempted."""
-    path = folder(family)
-    expected, found = (tokens(tight(path, attention)) for attention in ("torch", "triton"))
-    assert found == expected
-    assert small_groups
-
-
-def tight(path: Path, attention: str) -> LLM:
-    """An engine that cuts prompts in pieces and must preempt."""
-    return make_optimistic(load_tight(path, 12, max(map(len, PROMPTS)) + MAX_TOKENS, attention=attention))
-
-
-def tokens(llm: LLM) -> list[list[int]]:
-    completions = llm.generate(PROMPTS, SamplingParams(max_tokens=MAX_TOKENS))
-    assert all(completion.error is None for completion in completions)
-    assert engine_of(llm).scheduler.num_preemptions > 0
-    return [completion.token_ids for completion in completions]
-
-
 def test_auto_is_triton_on_a_gpu_and_torch_where_its_heads_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
     small, large = LayerGeometry(2, 256, 128), LayerGeometry(2, 64, 512)
@@ -123,6 +87,12 @@ def test_auto_is_triton_on_a_gpu_and_torch_where_its_heads_do_not_fit(monkeypatc
     assert attention_backend("auto", cuda) is TorchAttention
     with pytest.raises(ConfigError, match=r"not installed: pip install 'batchrun\[gpu\]'"):
         attention_backend("triton", cuda)
+
+
+def test_pages_hold_what_suits_the_backend_unless_a_size_is_given() -> None:
+    assert [page_size(EngineConfig(), each) for each in (TorchAttention, CpuAttention, TritonAttention)] == [32, 32, 64]
+    assert page_size(EngineConfig(batch_invariant=True), CpuAttention) == 128
+    assert page_size(EngineConfig(block_size=48), TritonAttention) == 48
 
 
 def test_refuses_a_device_and_heads_that_it_cannot_take(monkeypatch: pytest.MonkeyPatch) -> None:

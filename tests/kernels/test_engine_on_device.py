@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,15 +13,27 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from batchrun import SamplingParams
-from batchrun.engine import executor, feedback, layers, likelihoods, logprobs, sampler, token_counts
+from batchrun.engine import (
+    executor,
+    feedback,
+    layers,
+    layers_device,
+    likelihoods,
+    logprobs,
+    sampler,
+    staging,
+    token_counts,
+)
 from batchrun.engine.acceptance import paged_logits
+from batchrun.engine.attention import triton
 from batchrun.engine.attention.torch import TorchAttention
 from batchrun.engine.hook import NAME
 from batchrun.engine.layers import fuse_model
 from batchrun.engine.layers_device import DeviceLayer
 from batchrun.engine.model import PagedModel
 from batchrun.engine.params import Completion, Request
-from tests.engine.families import engine_of, load, make_model, make_optimistic, random_prompt
+from tests.engine.families import engine_of, generate, load, make_model, make_optimistic, random_prompt
+from tests.engine.test_oracle import load_tight
 
 
 @pytest.fixture
@@ -51,6 +64,58 @@ def test_layers_of_another_shape_stay(tmp_path: Path, on_device: Callable[[], No
     model = PagedModel(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=NAME))
     on_device()
     assert fuse_model(model) == 0
+
+
+# Layers of each kind: plain; norms of heads; softcaps, windows and norms after; both; sinks; Dk apart from Dv; experts;
+# KV of other layers.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {},
+    "gemma2": {},
+    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    "gpt_oss": {},
+    "deepseek_v3": {},
+    "mixtral": {},
+    "gemma4_text": {"num_hidden_layers": 4},
+}
+MAX_TOKENS = 4
+SHARED = random_prompt(0, 9)
+PROMPTS = [random_prompt(1, 13), *(SHARED + random_prompt(2 + i, length) for i, length in enumerate((2, 5)))]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_generate(
+    family: str, tmp_path: Path, on_device: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers and attention as on a GPU: prompts in pieces, prefix groups, and rows that are preempted."""
+    monkeypatch.setattr(triton, "MIN_GROUP_ROWS", 2)
+    monkeypatch.setattr(triton, "MIN_SAVED_BLOCKS", 1)
+    grouped, written = (Mock(wraps=f) for f in (triton.prefix_group, layers_device.rope_and_cache))
+    monkeypatch.setattr(triton, "prefix_group", grouped)
+    monkeypatch.setattr(layers_device, "rope_and_cache", written)
+    folder = make_model(family, tmp_path, **{"num_hidden_layers": 2, **FAMILIES[family]})
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    expected = [generate(reference, prompt, MAX_TOKENS) for prompt in PROMPTS]
+    on_device()
+    llm = make_optimistic(load_tight(folder, 10, max(map(len, PROMPTS)) + MAX_TOKENS, attention="triton"))
+    model = engine_of(llm).model
+    steps, sends = Mock(wraps=model.hidden), Mock()
+    copy = staging._Buffer.copy
+
+    def counted(buffer: staging._Buffer, size: int) -> None:
+        sends()
+        copy(buffer, size)
+
+    monkeypatch.setattr(model, "hidden", steps)
+    monkeypatch.setattr(staging._Buffer, "copy", counted)
+    completions = llm.generate(PROMPTS, SamplingParams(max_tokens=MAX_TOKENS))
+    assert [completion.token_ids for completion in completions] == expected
+    # One copy a step, and one when layers of a new kind attend first.
+    assert steps.call_count < sends.call_count <= steps.call_count + len(model.layers)
+    assert engine_of(llm).scheduler.num_preemptions > 0
+    assert grouped.called
+    fused = any(isinstance(m, DeviceLayer) for m in model.module.modules())
+    assert written.called == fused == (family not in ("gpt_oss", "deepseek_v3", "gemma4_text"))
 
 
 def test_the_engine_generates_the_same_tokens(tmp_path: Path, on_device: Callable[[], None]) -> None:

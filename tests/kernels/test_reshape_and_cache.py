@@ -58,6 +58,19 @@ def test_casts_to_the_dtype_of_the_pages() -> None:
     assert torch.equal(v_pages.flatten(0, 1)[[6, 1]], v.bfloat16())
 
 
+def test_eight_bit_pages_hold_scaled_values_cut_at_the_limit() -> None:
+    k, v, slots = torch.randn(3, 1, 64), torch.randn(3, 1, 64), torch.tensor([6, -1, 1])
+    k[0, 0, 0], v[2, 0, 1] = 1e6, -1e6
+    pages, expected = ([poisoned_pages(4, 1, 64, torch.float8_e4m3fn) for _ in range(2)] for _ in range(2))
+    reshape_and_cache(k, v, pages[0], pages[1], slots, k_scale=0.25, v_scale=2.0)
+    reshape_and_cache_torch(k, v, expected[0], expected[1], slots, k_scale=0.25, v_scale=2.0)
+    for ours, reference in zip(pages, expected, strict=True):
+        torch.testing.assert_close(ours.float(), reference.float(), rtol=0, atol=0, equal_nan=True)
+    assert pages[0][1, 2, 0, 0].float() == 448
+    assert pages[1][0, 1, 0, 1].float() == -448
+    torch.testing.assert_close(pages[0][0, 1, 0].float() * 0.25, k[2, 0], rtol=0.07, atol=0.001)
+
+
 def test_takes_no_tokens() -> None:
     pages = poisoned_pages(4, 1, 64, torch.float32)
     reshape_and_cache(torch.empty(0, 1, 64), torch.empty(0, 1, 64), pages, pages, torch.empty(0, dtype=torch.int64))

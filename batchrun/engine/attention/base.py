@@ -5,13 +5,23 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
 
 from batchrun.engine.batch import Batch
+from batchrun.engine.staging import Staging
+
+if TYPE_CHECKING:
+    from batchrun_kernels.rope_and_cache import Pages
 
 SCALE = torch.float32  # of K and V of each token and head, beside pages of int8
+
+
+def kv_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
+    """What pages hold with `engine.kv_cache_dtype`, for a model of `dtype`."""
+    return {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(kv_cache_dtype, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +68,28 @@ def zero_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 class AttentionBackend(ABC):
     """Owns the KV pages of all layers and attends over them where they lie."""
 
+    name: ClassVar[str]  # in `engine.attention`
+    page_size: ClassVar[int] = 32  # tokens of a page, if `engine.block_size` says nothing
+    page_multiple: ClassVar[int] = 1  # which every page size must be a multiple of
+
     @abstractmethod
     def __init__(
         self, layers: list[LayerGeometry], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None: ...
 
     @abstractmethod
-    def begin(self, batch: Batch) -> None:
-        """Prepare what all layers of this step share."""
+    def begin(self, batch: Batch, staging: Staging | None = None) -> None:
+        """Prepare what all layers of this step share. Arrays for the device may be put into `staging`, which is sent
+        before the first layer attends."""
+
+    def destination(self, layer: int) -> Pages | None:
+        """Where this step's K and V go, for a layer that writes them itself and then calls `attend_written`; None:
+        `attend` writes them."""
+        return None
+
+    def attend_written(self, call: LayerCall, q: torch.Tensor) -> torch.Tensor:
+        """`attend` once K and V are in the pages, of a backend that has a `destination`."""
+        raise NotImplementedError
 
     @abstractmethod
     def attend(self, call: LayerCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

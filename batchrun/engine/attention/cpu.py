@@ -20,6 +20,7 @@ from batchrun.engine.attention.base import AttentionBackend, LayerCall, LayerGeo
 from batchrun.engine.attention.prefix import prefix_groups
 from batchrun.engine.batch import Batch
 from batchrun.engine.kv_layout import KvLayout
+from batchrun.engine.staging import Staging
 from batchrun_kernels.cpu.amx import has_matrix_unit
 from batchrun_kernels.cpu.attention import BLOCK, END, FIRST, LAST, PageShape, attend, write_int8_pages, write_pages
 from batchrun_kernels.cpu.scalar import elements
@@ -69,6 +70,7 @@ class Pages(NamedTuple):
 class CpuAttention(AttentionBackend):
     """The pages of a layer are packed as batchrun_kernels/cpu/attention.py says."""
 
+    name = "cpu"
     int8 = False  # whether pages hold 8 bits and scales, instead of the model's type
 
     def __init__(
@@ -107,7 +109,7 @@ class CpuAttention(AttentionBackend):
         """What a layer shares with others in this step."""
         return self._plans[self.layout.tables[layer]]
 
-    def begin(self, batch: Batch) -> None:
+    def begin(self, batch: Batch, staging: Staging | None = None) -> None:
         self.positions = batch.positions
         self._plans = [self._plan(batch, table) for table in range(self.layout.num_tables)]
 

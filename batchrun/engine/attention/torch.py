@@ -16,6 +16,7 @@ from batchrun.engine.attention.base import AttentionBackend, LayerCall, LayerGeo
 from batchrun.engine.batch import Batch
 from batchrun.engine.kv_cache import HOLE, KvGroup
 from batchrun.engine.kv_layout import KvLayout
+from batchrun.engine.staging import Staging
 
 PADDING_WASTE = 2.0  # a padded group of decode rows may gather this many times the positions it needs
 
@@ -61,6 +62,8 @@ class _Part:
 class TorchAttention(AttentionBackend):
     """Pages are [blocks, block size, kv heads, dim] per layer."""
 
+    name = "torch"
+
     def __init__(
         self, layers: list[LayerGeometry], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
@@ -78,7 +81,7 @@ class TorchAttention(AttentionBackend):
         self.pages = [pages[place] for place in self.layout.places]
         self._plans: list[_Plan] = []
 
-    def begin(self, batch: Batch) -> None:
+    def begin(self, batch: Batch, staging: Staging | None = None) -> None:
         runs = _length_runs(batch)
         self._plans = []
         for kv_group in self.layout.groups:
