@@ -143,8 +143,10 @@ def fuse_model(model: Any) -> int:
     On the CPU the LM head, experts, and the linear products of layers that stay, are packed where they are.
     """
     if runs_triton(model.device):
+        from batchrun.engine.experts_device import group_experts
         from batchrun.engine.layers_device import fuse_on_device
 
+        group_experts(model)
         return fuse_on_device(model)
     if model.device.type != "cpu":
         return 0
