@@ -18,6 +18,7 @@ from batchrun.engine.device_memory import CudaMeter, measure_memory
 from batchrun.engine.encoder import Encoder
 from batchrun.engine.encoder_model import load_encoder_model
 from batchrun.engine.engine import Engine
+from batchrun.engine.host_pages import check_swap, make_swap
 from batchrun.engine.invariance import check_invariance, check_setting, make_invariant
 from batchrun.engine.layers import fuse_model
 from batchrun.engine.lora import install, name_products
@@ -71,7 +72,8 @@ def load_single(
     quantized = checkpoint.model.quantization == "int8"
     if quantized:
         check_int8(device, config.fused_layers)
-    cache_backend(attention_backend(config.attention, device), config.kv_cache_dtype)  # refused before weights load
+    # Refused before weights load.
+    check_swap(config.swap_space, cache_backend(attention_backend(config.attention, device), config.kv_cache_dtype))
     model = load_model(checkpoint, device, dtype)
     backend = attention_backend(config.attention, device, model.layers)
     paged = cache_backend(backend, config.kv_cache_dtype)
@@ -98,7 +100,7 @@ def load_single(
     if isinstance(cache, CpuAttention) and not config.batch_invariant and can_compile(model, paged, dtype):
         compile_layers(model, cache, config.num_threads)
     eos_ids = eos_token_ids(checkpoint, tokenizer)
-    return Engine(
+    engine = Engine(
         model,
         tokenizer,
         pool,
@@ -108,3 +110,5 @@ def load_single(
         config.max_batched_tokens,
         tuple(checkpoint.adapters),
     )
+    engine.scheduler.swap = make_swap(config.swap_space, model, pool)
+    return engine

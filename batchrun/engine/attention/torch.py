@@ -78,6 +78,10 @@ class TorchAttention(AttentionBackend):
         self.pages = [pages[place] for place in self.layout.places]
         self._plans: list[_Plan] = []
 
+    def page_tensors(self) -> list[torch.Tensor]:
+        held = (part for pages in self.pages for part in pages)
+        return list({part.data_ptr(): part for part in held}.values())
+
     def begin(self, batch: Batch) -> None:
         runs = _length_runs(batch)
         self._plans = []
