@@ -20,6 +20,7 @@ from torch import Tensor
 
 from batchrun_kernels.act_and_mul import ACTIVATIONS
 from batchrun_kernels.cost import Cost
+from batchrun_kernels.tuned import tuned
 
 
 @triton.jit
@@ -127,6 +128,13 @@ def tiles_of(pairs: int, experts: int, itemsize: int, *, gated: bool) -> Tiles:
     return Tiles(block_m, 64 if gated else 128, 64, 8 if block_m == 128 else 4, stages)
 
 
+def _tuned_tiles(x: Tensor, weight: Tensor, pairs: int, *, gated: bool) -> Tiles:
+    experts, width, depth = weight.shape
+    rule = tiles_of(pairs, experts, x.element_size(), gated=gated)
+    name = "gate_up_experts" if gated else "down_experts"
+    return Tiles(**tuned(name, f"{rule.block_m}x{width}x{depth}x{x.element_size()}", x.device, **rule._asdict()))
+
+
 def gate_up_experts(
     x: Tensor,
     weight: Tensor,
@@ -192,7 +200,7 @@ def _launch(
         raise ValueError(f"out of shape {tuple(out.shape)} must be {(pairs, width)} with rows contiguous")
     if pairs == 0:
         return out
-    tiles = tiles or tiles_of(pairs, experts, x.element_size(), gated=scales is None)
+    tiles = tiles or _tuned_tiles(x, weight, pairs, gated=scales is None)
     # Each group of pairs, those of no expert included, may end in a tile that holds one row.
     groups = min(experts + 1, pairs)
     programs = (pairs + groups * (tiles.block_m - 1)) // tiles.block_m

@@ -24,6 +24,7 @@ from batchrun_kernels.paged import (
     Rows,
     Scoring,
     attend_keys,
+    attention_shape,
     check,
     head_dim_of,
     normalised,
@@ -33,6 +34,7 @@ from batchrun_kernels.paged import (
     scales,
     tile_of,
 )
+from batchrun_kernels.tuned import tuned
 
 
 @triton.jit
@@ -210,8 +212,7 @@ def paged_prefill(
         HAS_SOFTCAP=scoring.softcap is not None,
         TILE=tile_of(head_dim_of(pages), q.element_size()),
         **page_shape(pages),
-        num_warps=8,
-        num_stages=2,
+        **tuned("paged_prefill", attention_shape(pages, q.element_size()), q.device, num_warps=8, num_stages=2),
         enable_fp_fusion=True,
     )
     return out
