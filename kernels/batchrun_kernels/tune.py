@@ -193,7 +193,7 @@ def tune(
             yield key, case.candidates[best]
 
 
-def cuda_seconds(run: Callable[[], Tensor]) -> float:
+def cuda_seconds(run: Callable[[], object]) -> float:
     """Median of RUNS launches, by the GPU's own clock."""
     for _ in range(3):
         run()

@@ -11,26 +11,43 @@ from typing import Any
 
 import pytest
 
+from batchrun_kernels.roofline import shapes
+
 PROBE = """
 import json
-from batchrun_kernels import aot, targets
+import torch
+from batchrun_kernels import aot, targets, timing
 for case, used in aot.compile_all():
     print(json.dumps({"case": case, **used._asdict()}))
 (starved,) = targets.record(aot.cases()["decode 128 page 16"])
 starved.options["maxnreg"] = 32
 print(json.dumps({"case": "starved", **targets.compile_launch(starved, "sm_90")._asdict()}))
+for (kernel, shape), make in timing.launches(torch.device("meta"), 132).items():
+    print(json.dumps({"timed": [kernel, shape], "kernels": [x.kernel.__name__ for x in targets.record(make())]}))
 """
 TARGETS = ("sm_80", "sm_90", "gfx942")
 Row = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[Row]:
+def lines() -> list[Row]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", PROBE]
     done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def rows(lines: list[Row]) -> list[Row]:
+    return [line for line in lines if "case" in line]
+
+
+def test_every_shape_of_the_roofline_table_has_a_launch_that_can_be_timed(lines: list[Row]) -> None:
+    timed = {tuple(line["timed"]): line["kernels"] for line in lines if "timed" in line}
+    assert timed.keys() == shapes().keys()
+    assert all(timed.values())
+    assert timed[("grouped_gemm", "64 tokens, 8 of 128 experts of 768")] == ["_grouped_gemm_kernel"] * 2
 
 
 def test_every_kernel_compiles_for_every_target(rows: list[Row]) -> None:
