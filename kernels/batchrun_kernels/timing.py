@@ -18,13 +18,14 @@ from batchrun_kernels.paged import FP8, Scoring
 from batchrun_kernels.paged_decode import paged_decode
 from batchrun_kernels.paged_prefill import paged_prefill, plan_prefill
 from batchrun_kernels.penalise import penalise
+from batchrun_kernels.prefix_group import prefix_group
 from batchrun_kernels.reshape_and_cache import reshape_and_cache
 from batchrun_kernels.rms_norm import add_rms_norm
 from batchrun_kernels.roofline import Shape, table
 from batchrun_kernels.rope_and_cache import Pages, rope_and_cache
 from batchrun_kernels.sample import sample
 from batchrun_kernels.token_logprobs import token_logprobs
-from batchrun_kernels.tune import Layer, cuda_seconds, prefix_case
+from batchrun_kernels.tune import Layer, cuda_seconds, prefix_inputs
 
 Run = Callable[[], object]
 COPIED_BYTES = 4 * 2**30
@@ -43,7 +44,7 @@ def launches(device: torch.device, num_sms: int) -> dict[Shape, Callable[[], Run
         ("paged_prefill", "1 prompt of 4,096"): partial(_prefill, layer, [4096], [4096]),
         ("paged_prefill", "64 prompts of 64 after 2,048"): partial(_prefill, layer, [2112] * 64, [64] * 64),
         ("paged_prefill", "1 prompt of 4,096, window 512"): partial(_prefill, layer, [4096], [4096], 512),
-        ("prefix_group", "256 rows share 2,048 keys"): lambda: prefix_case(layer, 2048, 256).prepare(),
+        ("prefix_group", "256 rows share 2,048 keys"): lambda: partial(prefix_group, *prefix_inputs(layer, 2048, 256)),
         ("merge_runs", "256 tokens, 1 run"): partial(_merge, layer, 256),
         ("reshape_and_cache", "2,048 tokens"): partial(_cache, layer, 2048),
         ("rope_and_cache", "2,048 tokens"): partial(_rope, layer, 2048),
@@ -82,9 +83,7 @@ def _prefill(layer: Layer, lengths: list[int], counts: list[int], window: int | 
 
 
 def _merge(layer: Layer, tokens: int) -> Run:
-    out, lse = (
-        torch.randn(tokens, *shape, device=layer.device) for shape in ((layer.heads, layer.dim), (layer.heads,))
-    )
+    out, lse = (torch.randn(tokens, layer.heads, *end, device=layer.device) for end in ((layer.dim,), ()))
     places = torch.arange(tokens, device=layer.device, dtype=torch.int32)
     return partial(merge_runs, out.bfloat16(), lse, places, out[:, :, None].contiguous(), lse[:, :, None].contiguous())
 
@@ -98,9 +97,9 @@ def _cache(layer: Layer, tokens: int) -> Run:
 def _rope(layer: Layer, tokens: int) -> Run:
     q, pages, _ = layer.rows([tokens], [tokens])
     k, v = (q[:, : layer.kv_heads].contiguous() for _ in range(2))
-    angles = [torch.randn(tokens, layer.dim, device=layer.device, dtype=layer.dtype) for _ in range(2)]
-    slots = torch.arange(tokens, device=layer.device)
-    return partial(rope_and_cache, q, k, v, *angles, Pages(pages.keys, pages.values, slots))
+    cos, sin = (torch.randn(tokens, layer.dim, device=layer.device, dtype=layer.dtype) for _ in range(2))
+    into = Pages(pages.keys, pages.values, torch.arange(tokens, device=layer.device))
+    return partial(rope_and_cache, q, k, v, cos, sin, into)
 
 
 def _experts(new: Callable[..., Tensor], tokens: int) -> Run:
@@ -133,7 +132,7 @@ def measure(device: torch.device) -> Iterator[tuple[Shape, float]]:
 
 
 def ceilings(device: torch.device) -> tuple[float, float]:
-    """The best rates of this GPU: bytes a second, read and written, of a copy, and operations of a product of bfloat16."""
+    """The best rates of this GPU: bytes a second, read and written, of a copy; operations of a product of bfloat16."""
     source = torch.empty(COPIED_BYTES // 2, device=device, dtype=torch.uint8)
     target = torch.empty_like(source)
     a, b = (torch.randn(SQUARE, SQUARE, device=device, dtype=torch.bfloat16) for _ in range(2))
