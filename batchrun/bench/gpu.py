@@ -101,7 +101,7 @@ def achieved(measurements: Sequence[Measurement], workloads: Sequence[Workload],
                     f"{flops / model.limits.flops:.1%}",
                     f"{moved / 1e9:.1f}",
                     f"{moved / model.limits.read:.1%}",
-                    "-" if faster is None or group == ours else f"{faster:.2f}x faster",
+                    "-" if faster is None or group == ours else f"{faster:.2f}x as fast",
                 ]
             )
     return align(rows)
