@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from types import ModuleType
 from typing import Any
 
@@ -55,10 +55,18 @@ def on_device(module: ModuleType, test: Callable[..., None]) -> Callable[..., No
             for name, value in list(vars(module).items()):
                 if isinstance(value, torch.Tensor):
                     patch.setattr(module, name, value.to(DEVICE))
+            if module is test_sample:
+                patch.setattr(test_sample, "by_engine", partial(_on_cpu, test_sample.by_engine))
             test(*positional, **tree_map(_moved, given))
         torch.cuda.synchronize()
 
     return run
+
+
+def _on_cpu(by_engine: Callable[..., torch.Tensor], logits: torch.Tensor, values: Any) -> torch.Tensor:
+    with torch.device("cpu"):
+        tokens = by_engine(logits.cpu(), {name: value.cpu() for name, value in values.items()})
+    return tokens.to(DEVICE)
 
 
 def _moved(value: Any) -> Any:

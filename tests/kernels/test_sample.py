@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,8 +21,7 @@ def parameters(rows: int, **given: float | list[float]) -> Parameters:
 
 
 def by_engine(logits: torch.Tensor, values: Parameters) -> torch.Tensor:
-    tokens = sampler.sample(logits.clone(), *(value.cpu().numpy() for value in values.values()))
-    return torch.as_tensor(tokens).to(logits.device)
+    return torch.from_numpy(sampler.sample(logits.clone(), *(np.asarray(value) for value in values.values())))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -78,10 +78,6 @@ class TorchAttention(AttentionBackend):
         self.pages = [pages[place] for place in self.layout.places]
         self._plans: list[_Plan] = []
 
-    def page_tensors(self) -> list[torch.Tensor]:
-        held = (part for pages in self.pages for part in pages)
-        return list({part.data_ptr(): part for part in held}.values())
-
     def begin(self, batch: Batch) -> None:
         runs = _length_runs(batch)
         self._plans = []
@@ -103,6 +99,10 @@ class TorchAttention(AttentionBackend):
             stop = group.start + group.num_rows * group.query_len
             out[group.start : stop] = self._attend_group(call, group, q[group.start : stop], pages)
         return out
+
+    def page_tensors(self) -> list[torch.Tensor]:
+        held = (part for pages in self.pages for part in pages)
+        return list({part.data_ptr(): part for part in held}.values())
 
     def _attend_group(
         self, call: LayerCall, group: _Group, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor]

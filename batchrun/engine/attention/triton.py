@@ -109,10 +109,6 @@ class TritonAttention(AttentionBackend):
         self.pages = [pages[place] for place in self.layout.places]
         self._tables: list[_Table] = []
 
-    def page_tensors(self) -> list[torch.Tensor]:
-        held = (part for pages in self.pages for part in pages if isinstance(part, torch.Tensor))
-        return list({part.data_ptr(): part for part in held}.values())
-
     def begin(self, batch: Batch) -> None:
         kinds = [group for group in self.layout.groups for _ in range(group.tables)]
         self._tables = [self._table(batch, table, kind) for table, kind in enumerate(kinds)]
@@ -214,6 +210,10 @@ class TritonAttention(AttentionBackend):
         if groups is not None:
             prefix = plan_prefix(groups.shared_lens, groups.token_counts, kind.heads, pages, itemsize, num_sms=sms)
         return _Plans(decode, prefill, prefix)
+
+    def page_tensors(self) -> list[torch.Tensor]:
+        held = (part for pages in self.pages for part in pages if isinstance(part, torch.Tensor))
+        return list({part.data_ptr(): part for part in held}.values())
 
     def _ints(self, array: np.ndarray) -> torch.Tensor:
         return self._tensor(array.astype(np.int32))
