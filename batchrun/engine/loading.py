@@ -69,11 +69,11 @@ def load_single(
     if pooler is not None:
         encoder = load_encoder_model(checkpoint, pooler, device, dtype, pack=config.fused_layers)
         return Encoder(encoder, pooler.max_length, config.max_num_seqs, config.max_batched_tokens)
+    check_swap(config.swap_space, attention_backend(config.attention, device))
     quantized = checkpoint.model.quantization == "int8"
     if quantized:
         check_int8(device, config.fused_layers)
-    # Refused before weights load.
-    check_swap(config.swap_space, cache_backend(attention_backend(config.attention, device), config.kv_cache_dtype))
+    cache_backend(attention_backend(config.attention, device), config.kv_cache_dtype)  # refused before weights load
     model = load_model(checkpoint, device, dtype)
     backend = attention_backend(config.attention, device, model.layers)
     paged = cache_backend(backend, config.kv_cache_dtype)
