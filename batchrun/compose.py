@@ -79,7 +79,7 @@ def missing(config: Config) -> list[str]:
         "output.path is not set: name a folder, e.g. output.path=out/labels": config.output.path
         or config.mode in ("plan", "preview"),
         "model.path is not set: name a folder or a hub id, e.g. model=Qwen/Qwen2.5-0.5B-Instruct": config.model.path
-        or (bench and config.bench.kind in ("scheduler", "pipeline")),
+        or (bench and config.bench.kind in ("scheduler", "pipeline", "gpu")),
         "there is no prompt: choose a job, e.g. job=generate, or set prompt.template": prompt or bench,
     }
     return [sentence for sentence, there in wants.items() if not there]

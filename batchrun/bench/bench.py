@@ -32,6 +32,10 @@ def run(config: Config) -> int:
         from batchrun.bench import structure
 
         return structure.run(config)
+    if config.bench.kind == "gpu":
+        from batchrun.bench import gpu
+
+        return gpu.run(config)
     return run_engines(config)
 
 

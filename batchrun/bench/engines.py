@@ -53,6 +53,7 @@ KINDS = {
     ),
     "llama_cpp": Kind("llama_cpp", {"max_batched_tokens": 512}, "a GGUF file"),
 }
+FOUND = "rivals"  # in bench.engines: those that are installed
 RIVALS = ("vllm", "openvino", "llama_cpp")
 
 
@@ -81,7 +82,8 @@ def choose_engines(config: Config, model: str) -> list[EngineSpec]:
     for key, names in (("python", bench.python), ("models", bench.models)):
         if unknown := set(names) - set(KINDS):
             raise ConfigError(f"bench.{key} names {', '.join(sorted(unknown))}: the engines are {', '.join(KINDS)}")
-    labels = bench.engines if bench.engines != ["auto"] else [OURS, "transformers", *_found(bench)]
+    asked = bench.engines if bench.engines != ["auto"] else [OURS, "transformers", FOUND]
+    labels = [each for label in asked for each in (_found(bench) if label == FOUND else [label])]
     specs = [parse_engine(label, config, model) for label in dict.fromkeys(labels)]
     for spec in specs:
         _check_installed(spec)

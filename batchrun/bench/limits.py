@@ -20,6 +20,8 @@ from batchrun.engine.checkpoint import Checkpoint
 
 GEMM_ROWS = (64, 128, 256, 512)
 SQUARE = 2048
+CUDA_SQUARE = 8192  # smaller ones leave multiprocessors of a GPU idle
+COPIED_BYTES = 2**31
 SECONDS = 0.2  # spent on each product
 READ_SECONDS = 1.0
 READ_BYTES = (256 * 2**20, 2**30)  # the buffer is as large as the weights, within these bounds
@@ -77,7 +79,7 @@ class Limits:
     """The best rates seen on this machine."""
 
     flops: float  # floating-point operations a second, in the model's type
-    read: float  # bytes a second
+    read: float  # bytes a second; on a GPU those of a copy, read and written
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,8 @@ def _measure(shape: ModelShape, dtype: str, device: str, threads: int) -> Limits
     torch.set_num_threads(threads)
     place, kind = torch.device(device), getattr(torch, dtype)
     hidden, inner = shape.hidden, shape.feed_forward
-    sizes = [(SQUARE, SQUARE, SQUARE)]
+    square = CUDA_SQUARE if place.type == "cuda" else SQUARE
+    sizes = [(square, square, square)]
     for rows in GEMM_ROWS:
         sizes += [(rows, hidden, inner), (rows, inner, hidden), (rows, hidden, shape.vocabulary)]
     rates = [
@@ -147,6 +150,10 @@ def _measure(shape: ModelShape, dtype: str, device: str, threads: int) -> Limits
         for m, k, n in sizes
         for product in _products(m, k, n, kind, place)
     ]
+    if place.type == "cuda":
+        source = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=place)
+        target = torch.empty_like(source)
+        return Limits(max(rates), 2 * COPIED_BYTES / _best(lambda: target.copy_(source), place, READ_SECONDS))
     size = min(max(shape.weight_bytes, READ_BYTES[0]), READ_BYTES[1])
     buffer = torch.ones(size // 4, device=place)
     return Limits(max(rates), buffer.nbytes / _best(buffer.sum, place, READ_SECONDS))

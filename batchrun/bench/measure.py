@@ -81,9 +81,10 @@ class Model:
 class Bench:
     """Runs trials; keeps their measurements in memory and in one Parquet file, which is written after each."""
 
-    def __init__(self, config: Config, model: Model) -> None:
+    def __init__(self, config: Config, model: Model, name: str | None = None) -> None:
         self.config = config
         self.model = model
+        self.name = name or model.checkpoint.name
         self.run = new_run_id()
         self.measurements: list[Measurement] = []
         self._outputs: dict[str, list[list[int]]] = {}  # of each workload, from its first engine
@@ -164,7 +165,7 @@ class Bench:
         model = self.model
         about = {
             "run": self.run,
-            "model": model.checkpoint.name,
+            "model": self.name,
             "dtype": model.dtype,
             "device": model.device,
             "threads": len(model.cores),

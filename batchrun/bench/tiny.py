@@ -11,8 +11,7 @@ VOCABULARY = 256
 def save_tiny_model(folder: Path, positions: int = 512) -> Path:
     """Two Llama layers with random weights, and a tokenizer: ids 0 to 3 are special, id i above is the word `w` + i."""
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
     config = LlamaConfig(
@@ -31,7 +30,15 @@ def save_tiny_model(folder: Path, positions: int = 512) -> Path:
     torch.manual_seed(0)
     model: Any = LlamaForCausalLM(config)
     model.save_pretrained(folder)
-    words = ["<s>", "</s>", "<pad>", "<unk>", *(f"w{i}" for i in range(4, VOCABULARY))]
+    return save_word_tokenizer(folder, VOCABULARY)
+
+
+def save_word_tokenizer(folder: Path, vocabulary: int) -> Path:
+    """Ids 0 to 3 are special, id i above is the word `w` + i."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<s>", "</s>", "<pad>", "<unk>", *(f"w{i}" for i in range(4, vocabulary))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(

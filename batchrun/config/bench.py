@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchrun.config.base import in_range, one_of, setting, strings
+from batchrun.errors import ConfigError
 
-BENCH_KINDS = ("engines", "scheduler", "pipeline", "article", "structure", "choose")
+BENCH_KINDS = ("engines", "scheduler", "pipeline", "article", "structure", "choose", "gpu")
+GPU_SHAPES = ("qwen3-0.6b", "llama-8b", "tiny")
 
 
 @dataclass
@@ -17,12 +19,14 @@ class BenchConfig:
     kind: str = setting(
         "engines",
         "engines: side by side; scheduler: host time of a step; pipeline: the rest; structure: forms beside free text; "
-        "choose: labels beside loops over transformers; article: one claim a line",
+        "choose: labels beside loops over transformers; article: one claim a line; "
+        "gpu: models of known shapes with random weights, and every kernel",
         identity=False,
     )
     engines: Any = setting(
         "auto",
-        "engines, each with settings as in transformers:batch=8:sort=false; auto: ours and all that are found",
+        "engines, each with settings as in transformers:batch=8:sort=false; rivals: those that are installed; "
+        "auto: ours, transformers, and these",
         identity=False,
     )
     workloads: Any = setting(
@@ -48,6 +52,10 @@ class BenchConfig:
     limit_seconds: float = setting(
         1800.0, "an engine that takes longer to load, or for one round, is given up", identity=False
     )
+    shapes: Any = setting(
+        ["qwen3-0.6b", "llama-8b"], f"gpu: which models are made: {', '.join(GPU_SHAPES)}", identity=False
+    )
+    lengths: float = setting(1.0, "gpu: factor of the lengths of all prompts and outputs", identity=False)
     running: int = setting(256, "scheduler: rows that run", identity=False)
     waiting: list[int] = setting(
         [1_000, 100_000, 1_000_000], "scheduler: rows that wait, one measurement each", identity=False
@@ -63,4 +71,9 @@ class BenchConfig:
         in_range("bench.kv_cache_gib", self.kv_cache_gib, 0.01)
         in_range("bench.limit_seconds", self.limit_seconds, 1)
         self.engines = strings("bench.engines", self.engines)
+        self.shapes = strings("bench.shapes", self.shapes)
+        for shape in self.shapes:
+            one_of("bench.shapes", shape, GPU_SHAPES)
+        if not 0 < self.lengths <= 1:
+            raise ConfigError(f"bench.lengths={self.lengths} must be above 0 and at most 1")
         self.workloads = strings("bench.workloads", self.workloads)

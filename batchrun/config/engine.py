@@ -37,6 +37,9 @@ class EngineConfig:
         "and fp8 (e4m3) on a GPU",
         identity=True,
     )
+    swap_space: float = setting(
+        0.0, "GiB of host memory of each engine process for the KV of preempted rows, on a GPU", identity=False
+    )
     max_num_seqs: int = setting(256, "most sequences running at once", identity=False)
     max_batched_tokens: int = setting(2048, "most tokens computed in one step", identity=False)
     prefix_caching: bool = setting(True, "reuse pages of prompts that begin alike", identity=False)
@@ -71,6 +74,7 @@ class EngineConfig:
                 f"{self.block_size}: the attention sums smaller pages together, in groups that depend on the batch"
             )
         in_range("engine.num_blocks", self.num_blocks, 2)
+        in_range("engine.swap_space", self.swap_space, 0)
         in_range("engine.max_num_seqs", self.max_num_seqs, 1, 65536)
         in_range("engine.max_batched_tokens", self.max_batched_tokens, 1)
         in_range("engine.num_threads", self.num_threads, 1)

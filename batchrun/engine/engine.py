@@ -189,6 +189,8 @@ class Engine:
     def check_integrity(self) -> None:
         """Raise AssertionError unless the KV cache is consistent."""
         self.pool.check_integrity()
+        if self.scheduler.swap is not None:
+            self.scheduler.swap.check_integrity(self.scheduler.waiting)
 
     def wake(self) -> None:
         """Nothing to wake: a step waits for nothing."""

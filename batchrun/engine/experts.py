@@ -5,6 +5,7 @@ Only the experts themselves are replaced. Whatever chooses them, and experts tha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,28 +49,29 @@ class Experts(torch.nn.Module):
 
 
 @torch.inference_mode()
-def pack_experts(module: Any) -> int:
-    """Replace all experts below a module whose form gives the same numbers; returns how many sets of them."""
+def pack_experts(module: Any, form: Callable[[Any], torch.nn.Module] = Experts) -> int:
+    """Replace by `form` all experts below a module that gives the same numbers; returns how many sets of them."""
     replaced = 0
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            packed = _packed(child) if _has_known_parts(child) else None
+            packed = _packed(child, form) if _has_known_parts(child) else None
             if packed is not None:
                 setattr(parent, name, packed)
                 replaced += 1
     return replaced
 
 
-def _packed(module: Any) -> Experts | None:
+def _packed(module: Any, form: Callable[[Any], torch.nn.Module]) -> torch.nn.Module | None:
     """The packed form, or None if it gives other numbers."""
     count, hidden, _ = module.down_proj.shape
     dtype, chosen = module.down_proj.dtype, min(2, count)
     x = torch.sin(torch.arange(PROBE_TOKENS * hidden).float()).view(PROBE_TOKENS, hidden).to(dtype)
     index = torch.stack([torch.arange(t, t + chosen) % count for t in range(PROBE_TOKENS)])
     weights = torch.linspace(0.1, 0.9, PROBE_TOKENS * chosen).view(PROBE_TOKENS, chosen).to(dtype)
+    x, index, weights = (part.to(module.down_proj.device) for part in (x, index, weights))
     try:
         expected = module(x, index, weights).float()
-        packed = Experts(module)
+        packed = form(module)
         difference = (packed(x, index, weights).float() - expected).norm()
     except (AttributeError, RuntimeError, ValueError, TypeError):
         return None

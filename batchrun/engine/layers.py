@@ -140,11 +140,14 @@ class Seen:
 def fuse_model(model: Any) -> int:
     """Put fused layers into a PagedModel; returns how many were replaced.
 
-    On the CPU the LM head, experts, and the linear products of layers that stay, are packed where they are.
+    On the CPU the LM head, experts, and the linear products of layers that stay, are packed where they are; on a GPU
+    the products of experts are grouped.
     """
     if runs_triton(model.device):
+        from batchrun.engine.experts_device import group_experts
         from batchrun.engine.layers_device import fuse_on_device
 
+        group_experts(model)
         return fuse_on_device(model)
     if model.device.type != "cpu":
         return 0

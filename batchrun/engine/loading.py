@@ -21,6 +21,7 @@ from batchrun.engine.device_memory import CudaMeter, measure_memory
 from batchrun.engine.encoder import Encoder
 from batchrun.engine.encoder_model import load_encoder_model
 from batchrun.engine.engine import Engine
+from batchrun.engine.host_pages import check_swap, make_swap
 from batchrun.engine.invariance import check_invariance, check_setting, make_invariant
 from batchrun.engine.layers import fuse_model
 from batchrun.engine.lora import install, name_products
@@ -73,6 +74,7 @@ def load_single(
     if pooler is not None:
         encoder = load_encoder_model(checkpoint, pooler, device, dtype, pack=config.fused_layers)
         return Encoder(encoder, pooler.max_length, config.max_num_seqs, config.max_batched_tokens)
+    check_swap(config.swap_space, attention_backend(config.attention, device))
     quantized = checkpoint.model.quantization == "int8"
     if quantized:
         check_int8(device, config.fused_layers)
@@ -124,4 +126,5 @@ def load_single(
     if forced or (config.cuda_graphs == "auto" and runs_triton(device) and not isinstance(cache, TorchAttention)):
         recorder = CudaRecorder(device)
         engine.executor.record(recorder, engine.max_model_len, engine.scheduler.expected_steps, at_once=forced)
+    engine.scheduler.swap = make_swap(config.swap_space, model, pool)
     return engine

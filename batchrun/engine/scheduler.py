@@ -25,6 +25,7 @@ from batchrun.engine.estimate import LengthEstimate
 from batchrun.engine.kv_cache import HOLE, BlockPool, EverSeen, RowBlocks, block_hashes, root
 from batchrun.engine.sequence import Sequence
 from batchrun.engine.slots import Slots
+from batchrun.engine.swap import SwapSpace
 from batchrun.engine.waiting import WaitingQueue
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ class Scheduler:
         self.max_batched_tokens = max_batched_tokens
         self.waiting = WaitingQueue()
         self.estimate = LengthEstimate()
+        self.swap: SwapSpace | None = None  # where preempted rows keep their KV
         self.num_preemptions = 0
         self.prompt_tokens = 0  # of all admitted prompts
         self.cached_tokens = 0  # of these, found in the cache
@@ -168,6 +170,8 @@ class Scheduler:
         return rows, query_lens
 
     def _preempt(self, slot: int) -> None:
+        if self.swap is not None and (sequence := self.slots.sequences[slot]) is not None:
+            self.swap.keep(sequence, self.slots.blocks(slot), int(self.slots.num_computed[slot]), self.pool)
         self.waiting.appendleft(self._remove(slot, ended=False))
         self.estimate.raise_after_preemption()
         self.num_preemptions += 1
@@ -186,6 +190,8 @@ class Scheduler:
             total = self._blocks_for(len(sequence.token_ids), sequence.num_prompt, sequence.max_total)
             free = self.pool.num_free - self.pool.count_free(cached)
             start = num_cached * self.pool.block_size
+            if self.swap is not None:
+                start = self.swap.start(sequence, num_cached, self.pool.block_size)
             query_len = min(budget, len(sequence.token_ids) - start)
             columns = -(-(start + query_len) // self.pool.block_size) - num_cached
             now = columns * self.pool.num_tables
@@ -198,6 +204,9 @@ class Scheduler:
             self.pool.hold(cached)
             new = self.pool.allocate(columns)
             slot = self.slots.put(sequence, [a + b for a, b in zip(cached, new, strict=True)], start)
+            if self.swap is not None and start > num_cached * self.pool.block_size:
+                self.swap.restore(sequence, self.slots.blocks(slot), num_cached)
+                self._register_blocks(slot, num_cached, start // self.pool.block_size)
             self._note_admission(sequence, start)
             expected += own - now
             budget -= query_len
@@ -282,5 +291,7 @@ class Scheduler:
         return sequence
 
     def _leave(self, sequence: Sequence) -> None:
+        if self.swap is not None:
+            self.swap.forget(sequence)
         if sequence.digests:
             self.pool.leave(sequence.digests[0])

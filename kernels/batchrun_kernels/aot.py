@@ -15,6 +15,7 @@ from torch import Tensor
 from batchrun_kernels.act_and_mul import act_and_mul
 from batchrun_kernels.decode_plan import plan_decode
 from batchrun_kernels.gather_last import feed_tokens, gather_last, note_tokens
+from batchrun_kernels.grouped_gemm import down_experts, gate_up_experts, route
 from batchrun_kernels.merge_runs import merge_runs
 from batchrun_kernels.paged import FP8, KvPages, Rows, Scoring
 from batchrun_kernels.paged_decode import paged_decode
@@ -110,6 +111,15 @@ def _rope(
     rope_and_cache(q, k, v, *angles, into, norm=head_norm, interleaved=interleaved)
 
 
+def _experts(tokens: int, hidden: int, inner: int, experts: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Both products of a layer whose tokens choose two experts each."""
+    routing = route(_meta(tokens, 2, dtype=torch.int64), experts)
+    gated = gate_up_experts(
+        _meta(tokens, hidden, dtype=dtype), _meta(experts, 2 * inner, hidden, dtype=dtype), routing, "silu"
+    )
+    down_experts(gated, _meta(experts, hidden, inner, dtype=dtype), routing, _meta(tokens, 2, dtype=torch.float32))
+
+
 def _sample(dtype: torch.dtype) -> None:
     """What becomes of the logits of a step, up to the input of the next."""
     rows, vocabulary, capacity = 64, 151936, 256
@@ -149,6 +159,10 @@ def cases() -> dict[str, Callable[[], object]]:
         "gather 4096": partial(gather_last, x, _meta(64, dtype=torch.int64)),
         "sample bfloat16": partial(_sample, torch.bfloat16),
         "sample float32": partial(_sample, torch.float32),
+        "experts 64 of 2048x768": partial(_experts, 64, 2048, 768, 128),
+        "experts 256 of 2048x768": partial(_experts, 2048, 2048, 768, 128),
+        "experts 2048 of 4096x14336": partial(_experts, 2048, 4096, 14336, 8),
+        "experts 64 float32": partial(_experts, 64, 2048, 768, 8, torch.float32),
         "decode 128 queries": partial(plain.decode, 8),
         "decode 128 page 16": plain._replace(block_size=16).decode,
         "decode 64 sinks window": gpt_oss.decode,

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchrun_kernels.paged import KvPages, Upload, head_dim_of, padded, tile_of, upload_to
+from batchrun_kernels.paged import KvPages, Upload, attention_shape, head_dim_of, padded, tile_of, upload_to
+from batchrun_kernels.tuned import tuned
 
 MAX_QUERIES = 8  # per sequence; longer ones are paged_prefill's
 MAX_ROWS = 64  # query heads within queries per program; more take several programs
@@ -66,7 +67,9 @@ def plan_decode(
     if window is not None:
         low = np.maximum(low, lengths - counts - window + 1)
     tiles = -(-lengths // tile) - np.maximum(low, 0) // tile
-    programs = num_sms * PROGRAMS_PER_SM
+    shape = attention_shape(pages, itemsize)
+    each = tuned("paged_decode", shape, pages.keys.device, programs_per_sm=PROGRAMS_PER_SM)["programs_per_sm"]
+    programs = num_sms * each
     if chunk is None:
         chunk = max(MIN_CHUNK, -(-int(tiles.sum()) * parts // (2 * programs)) * tile)
     chunk_tiles = -(-chunk // tile)

@@ -165,6 +165,11 @@ def tile_of(head_dim: int, itemsize: int) -> int:
     return 64 if padded(head_dim) * itemsize <= 256 else 32 if itemsize == 2 else 16
 
 
+def attention_shape(pages: KvPages, itemsize: int) -> str:
+    """What options of attention kernels are tuned for: head size, bytes of an element of queries and of pages."""
+    return f"{head_dim_of(pages)}x{itemsize}x{pages.keys.element_size()}"
+
+
 def padded(dim: int) -> int:
     """The power of two that a side of a matrix product is padded to."""
     return max(MIN_DOT, triton.next_power_of_2(dim))

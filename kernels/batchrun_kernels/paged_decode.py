@@ -23,6 +23,7 @@ from batchrun_kernels.paged import (
     Rows,
     Scoring,
     attend_keys,
+    attention_shape,
     check,
     head_dim_of,
     normalised,
@@ -31,6 +32,7 @@ from batchrun_kernels.paged import (
     scales,
     tile_of,
 )
+from batchrun_kernels.tuned import tuned
 
 
 @triton.jit
@@ -215,8 +217,7 @@ def paged_decode(
         HAS_SOFTCAP=scoring.softcap is not None,
         TILE=tile,
         **page_shape(pages),
-        num_warps=4,
-        num_stages=3,
+        **tuned("paged_decode", attention_shape(pages, q.element_size()), q.device, num_warps=4, num_stages=3),
         enable_fp_fusion=True,
     )
     return out

@@ -25,6 +25,7 @@ from batchrun_kernels.paged import (
     Scoring,
     Upload,
     attend_keys,
+    attention_shape,
     check,
     head_dim_of,
     normalised,
@@ -35,6 +36,7 @@ from batchrun_kernels.paged import (
     tile_of,
     upload_to,
 )
+from batchrun_kernels.tuned import tuned
 
 
 @triton.jit
@@ -216,8 +218,7 @@ def paged_prefill(
         HAS_SOFTCAP=scoring.softcap is not None,
         TILE=tile_of(head_dim_of(pages), q.element_size()),
         **page_shape(pages),
-        num_warps=8,
-        num_stages=2,
+        **tuned("paged_prefill", attention_shape(pages, q.element_size()), q.device, num_warps=8, num_stages=2),
         enable_fp_fusion=True,
     )
     return out

@@ -24,6 +24,7 @@ from batchrun_kernels.paged import (
     Upload,
     attend_keys,
     attend_torch,
+    attention_shape,
     check,
     head_dim_of,
     normalised,
@@ -34,6 +35,7 @@ from batchrun_kernels.paged import (
     upload_to,
 )
 from batchrun_kernels.paged_prefill import block_m_of
+from batchrun_kernels.tuned import tuned
 
 MIN_CHUNK = 512  # keys: below, writing and reading partial results costs too much beside them
 
@@ -235,11 +237,16 @@ def prefix_group(
         HAS_SOFTCAP=scoring.softcap is not None,
         TILE=tile_of(head_dim_of(pages), q.element_size()),
         **page_shape(pages),
-        num_warps=4 if plan.block_m == 64 and head_dim_of(pages) <= 128 else 8,
-        num_stages=2,
+        **_options(q, pages, plan.block_m),
         enable_fp_fusion=True,
     )
     return runs, lse
+
+
+def _options(q: Tensor, pages: KvPages, block_m: int) -> dict[str, int]:
+    shape = f"{attention_shape(pages, q.element_size())}x{block_m}"
+    warps = 4 if block_m == 64 and head_dim_of(pages) <= 128 else 8
+    return tuned("prefix_group", shape, q.device, num_warps=warps, num_stages=2)
 
 
 def prefix_group_torch(q: Tensor, pages: KvPages, groups: Groups, scoring: Scoring) -> tuple[Tensor, Tensor]:

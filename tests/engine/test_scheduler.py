@@ -22,6 +22,7 @@ from batchrun.engine.kv_cache import HOLE, BlockPool, KvGroup, block_hashes, blo
 from batchrun.engine.params import Request, SamplingParams
 from batchrun.engine.scheduler import Scheduler
 from batchrun.engine.sequence import Sequence
+from batchrun.engine.swap import SwapSpace
 from tests.engine.families import Optimist
 
 VOCABULARY = 11
@@ -58,6 +59,20 @@ class Row:
     aborted: int | None  # step
 
 
+class StoreMover:
+    """Host memory beside a page store."""
+
+    def __init__(self, store: np.ndarray, block_size: int, places: int) -> None:
+        self.blocks = store.reshape(-1, block_size)
+        self.host = np.full((places, block_size), EMPTY, dtype=np.int64)
+
+    def move_out(self, blocks: list[int], places: list[int]) -> None:
+        self.host[places] = self.blocks[blocks]
+
+    def move_in(self, places: list[int], blocks: list[int]) -> None:
+        self.blocks[blocks] = self.host[places]
+
+
 class Simulation:
     """Drives a scheduler with the pretended model and checks every batch."""
 
@@ -73,6 +88,12 @@ class Simulation:
         self.sequences: dict[Hashable, Sequence] = {}
         self.num_computed = 0
         self.num_batches = 0
+
+    def give_host_memory(self, places: int) -> SwapSpace:
+        """Let preempted rows keep their KV in `places` blocks of it."""
+        mover = StoreMover(self.store, self.pool.block_size, places)
+        self.scheduler.swap = SwapSpace(places, mover, lambda tokens, blocks: True)
+        return self.scheduler.swap
 
     def add(self, key: int, prompt: list[int], max_tokens: int) -> None:
         ids = np.array(prompt, dtype=np.int32)
@@ -125,6 +146,8 @@ class Simulation:
                 self.check_pages(batch)
             self.collect(rows)
         self.pool.check_integrity()
+        if self.scheduler.swap is not None:
+            self.scheduler.swap.check_integrity(self.scheduler.waiting)
 
     def check_preempted(self, running: list[Sequence | None], lengths: list[int]) -> None:
         """The youngest rows went, with all their tokens, and are the next to come back, oldest first."""
@@ -214,6 +237,8 @@ class Simulation:
     def assert_idle(self) -> None:
         self.pool.check_integrity()
         assert not self.scheduler.has_work()
+        if self.scheduler.swap is not None:
+            self.scheduler.swap.check_integrity([])
         assert self.pool.num_free == self.pool.num_blocks
         assert self.scheduler.slots.num_free == self.scheduler.slots.capacity
         assert not self.scheduler._computing
@@ -260,6 +285,7 @@ GROUPS = [  # the pretended model looks one position back, so no window is narro
     optimistic=st.booleans(),
     groups=st.sampled_from(GROUPS),
     ahead=st.integers(0, 3),
+    places=st.integers(0, 12),
 )
 def test_every_row_says_what_it_says_alone(
     rows: list[Row],
@@ -271,6 +297,7 @@ def test_every_row_says_what_it_says_alone(
     optimistic: bool,
     groups: tuple[KvGroup, ...],
     ahead: int,
+    places: int,
 ) -> None:
     budget = max_num_seqs + spare_budget
     least = int(blocks_for(groups, block_size, max(len(row.prompt) + 1 for row in rows), budget))
@@ -278,6 +305,8 @@ def test_every_row_says_what_it_says_alone(
     simulation = Simulation(pool, max_num_seqs, budget, ahead)
     if optimistic:
         simulation.scheduler.estimate = Optimist()  # type: ignore[assignment]
+    if all(group.window is None for group in groups):
+        simulation.give_host_memory(places)
     last_arrival = max(row.arrives for row in rows)
     for step in range(5000):
         for key, row in enumerate(rows):
@@ -333,6 +362,22 @@ def test_preempts_the_youngest_and_still_finishes() -> None:
     assert simulation.scheduler.num_preemptions > 0
     assert simulation.done == {key: alone(prompt, len(prompt) + 9) for key, prompt in enumerate(prompts)}
     simulation.assert_idle()
+
+
+def test_a_preempted_row_goes_on_from_what_was_kept_of_it() -> None:
+    """Each position is computed once, and again where there was no room to keep it."""
+    prompts = [[0, 1], [2, 1], [3, 2]]
+    most = sum(len(alone(prompt, len(prompt) + 9)) - 1 for prompt in prompts)
+    for places in (100, 1):
+        simulation = Simulation(BlockPool(6, 2, prefix_caching=False), max_num_seqs=3, budget=8)
+        simulation.scheduler.estimate = Optimist()  # type: ignore[assignment]
+        swap = simulation.give_host_memory(places)
+        for key, prompt in enumerate(prompts):
+            simulation.add(key, prompt, max_tokens=9)
+        run_all(simulation)
+        assert simulation.done == {key: alone(prompt, len(prompt) + 9) for key, prompt in enumerate(prompts)}
+        kept = swap.num_kept == swap.num_restored == simulation.scheduler.num_preemptions > 0
+        assert (kept, simulation.num_computed == most) == (places == 100, places == 100)
 
 
 def test_expects_the_worst_before_any_row_has_finished() -> None:

@@ -22,6 +22,7 @@ class Engine:
         import vllm
 
         settings = spec["settings"]
+        on_gpu = {"kv_cache_memory_bytes": int(spec["kv_cache_gib"] * 2**30)} if spec["device"] != "cpu" else {}
         self.version = vllm.__version__
         self.llm = vllm.LLM(
             model=spec["model"],
@@ -33,6 +34,7 @@ class Engine:
             enforce_eager=settings["enforce_eager"],
             skip_tokenizer_init=True,
             disable_log_stats=True,
+            **on_gpu,
         )
 
     def generate(self, rows: list[Row]) -> list[list[int]]:

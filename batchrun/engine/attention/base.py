@@ -77,6 +77,10 @@ class AttentionBackend(ABC):
         self, layers: list[LayerGeometry], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None: ...
 
+    def page_tensors(self) -> list[torch.Tensor]:
+        """All memory of the pages, as contiguous tensors [blocks, ...]; none where other code cannot move them."""
+        return []
+
     @abstractmethod
     def begin(self, batch: Batch, staging: Staging | None = None) -> None:
         """Prepare what all layers of this step share. Arrays for the device may be put into `staging`, which is sent

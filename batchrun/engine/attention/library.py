@@ -77,6 +77,9 @@ class LibraryAttention(AttentionBackend):
     def compute(self, call: LayerCall, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prepared: Any) -> Any:
         """The library's call for a part: contiguous q [T, Hq, D] of it over the pages -> [T, Hq, D]."""
 
+    def page_tensors(self) -> list[torch.Tensor]:
+        return list({part.data_ptr(): part for pages in self.pages for part in pages}.values())
+
     def begin(self, batch: Batch, staging: Staging | None = None) -> None:
         put = (staging or self._staging).put
         self._tables = [

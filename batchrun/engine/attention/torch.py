@@ -103,6 +103,10 @@ class TorchAttention(AttentionBackend):
             out[group.start : stop] = self._attend_group(call, group, q[group.start : stop], pages)
         return out
 
+    def page_tensors(self) -> list[torch.Tensor]:
+        held = (part for pages in self.pages for part in pages)
+        return list({part.data_ptr(): part for part in held}.values())
+
     def _attend_group(
         self, call: LayerCall, group: _Group, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor]
     ) -> torch.Tensor:

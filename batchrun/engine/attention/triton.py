@@ -245,6 +245,10 @@ class TritonAttention(AttentionBackend):
             )
         return _Plans(decode, prefill, prefix)
 
+    def page_tensors(self) -> list[torch.Tensor]:
+        held = (part for pages in self.pages for part in pages if isinstance(part, torch.Tensor))
+        return list({part.data_ptr(): part for part in held}.values())
+
 
 class Fp8Attention(TritonAttention):
     """The same over pages of half the size, or a quarter beside float32. Every layer's scale is 1: numbers beyond 448

@@ -1,0 +1,141 @@
+"""The engine on a GPU: what it says, and how it keeps to its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from batchrun.config import EngineConfig
+from batchrun.engine import host_pages
+from batchrun.engine.experts_device import GroupedExperts
+from batchrun.engine.host_pages import make_swap
+from batchrun.engine.layers_device import DeviceLayer
+from batchrun.engine.llm import LLM
+from batchrun.engine.params import SamplingParams
+from batchrun.errors import ConfigError
+from tests.engine.families import FAMILIES, HARD_FAMILIES, assert_idle, engine_of, load, make_optimistic, random_prompt
+from tests.engine.test_oracle import LONGEST, MAX_TOKENS, PROMPTS, Reference, load_tight, token_ids
+
+CUDA = torch.device("cuda")
+GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+SAMPLED = [
+    SamplingParams(temperature=(0.0, 0.7, 1.3)[i % 3], top_p=0.95, seed=i, max_tokens=MAX_TOKENS)
+    for i in range(len(PROMPTS))
+]
+
+
+def on_gpu(folder: Path, **options: Any) -> LLM:
+    return load(folder, **{"device": "cuda", **options})
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *HARD_FAMILIES])
+def test_equals_generate(family: str, family_folder: Callable[[str], Path], reference: Reference) -> None:
+    with on_gpu(family_folder(family)) as llm:
+        for _ in range(2):  # the second time from cached prefixes
+            assert token_ids(llm.generate(PROMPTS, GREEDY)) == reference(family)
+        assert_idle(engine_of(llm))
+
+
+@pytest.mark.parametrize("attention", ["triton", "torch"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3"])
+def test_equals_generate_when_preempted(
+    family: str, attention: str, family_folder: Callable[[str], Path], reference: Reference
+) -> None:
+    llm = make_optimistic(load_tight(family_folder(family), 12, LONGEST, device="cuda", attention=attention))
+    assert token_ids(llm.generate(PROMPTS, GREEDY)) == reference(family)
+    assert engine_of(llm).scheduler.num_preemptions > 0
+    assert_idle(engine_of(llm))
+
+
+def test_equals_generate_with_kv_in_host_memory(
+    family_folder: Callable[[str], Path], reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_pages, "swap_pays", lambda *given: True)
+    llm = make_optimistic(load_tight(family_folder("llama"), 12, LONGEST, device="cuda"))
+    engine = engine_of(llm)
+    engine.scheduler.swap = swap = make_swap(0.01, engine.model, engine.pool)
+    assert token_ids(llm.generate(PROMPTS, GREEDY)) == reference("llama")
+    assert swap is not None
+    assert swap.num_restored > 0
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("option", ["overlap", "cuda_graphs"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_says_the_same_with_it_on_and_off(option: str, family: str, family_folder: Callable[[str], Path]) -> None:
+    if option not in {field.name for field in fields(EngineConfig)}:
+        pytest.skip(f"there is no engine.{option}")
+    said = []
+    for value in ("on", "off"):
+        with on_gpu(family_folder(family), **{option: value}) as llm:
+            said.append(token_ids(llm.generate(PROMPTS, SAMPLED)))
+            assert_idle(engine_of(llm))
+    assert said[0] == said[1]
+
+
+def test_a_row_says_the_same_alone_and_among_others(family_folder: Callable[[str], Path]) -> None:
+    with on_gpu(family_folder("qwen3"), prefix_caching=False) as llm:
+        together = token_ids(llm.generate(PROMPTS, SAMPLED))
+        alone = [token_ids(llm.generate([p], s))[0] for p, s in zip(PROMPTS, SAMPLED, strict=True)]
+    assert together == alone
+
+
+def test_batch_invariance_to_the_bit(family_folder: Callable[[str], Path]) -> None:
+    options: dict[str, Any] = {"dtype": "bfloat16", "batch_invariant": True, "block_size": 128}
+    params = [SamplingParams(temperature=0, max_tokens=MAX_TOKENS, logprobs=1) for _ in PROMPTS]
+    try:
+        llm = on_gpu(family_folder("qwen3"), **options)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    with llm:
+        together = llm.generate(PROMPTS, params)
+        alone = [llm.generate([p], one)[0] for p, one in zip(PROMPTS, params, strict=True)]
+    bits = [[c.logprobs.logprobs.tobytes() for c in some if c.logprobs is not None] for some in (together, alone)]
+    assert bits[0] == bits[1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_layers_are_fused_and_experts_grouped(dtype: str, family_folder: Callable[[str], Path]) -> None:
+    """Both are refused at load unless they give the original's numbers."""
+    with on_gpu(family_folder("qwen3_moe"), dtype=dtype) as llm:
+        modules = list(engine_of(llm).model.module.modules())
+        assert sum(isinstance(module, DeviceLayer) for module in modules) == 3
+        own = dtype == "bfloat16" and torch.cuda.get_device_capability()[0] in (9, 10) and torch.version.hip is None
+        assert sum(isinstance(module, GroupedExperts) for module in modules) == (0 if own else 3)
+        assert all(completion.error is None for completion in llm.generate(PROMPTS, GREEDY))
+
+
+def test_stays_within_its_share_of_the_memory(family_folder: Callable[[str], Path]) -> None:
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    share, total = 0.5, torch.cuda.mem_get_info()[1]
+    options: dict[str, Any] = {"num_blocks": None, "gpu_memory_utilization": share, "max_num_seqs": 4096}
+    with on_gpu(family_folder("llama"), **options) as llm:
+        prompts = [random_prompt(i, 100) for i in range(200)]
+        assert all(completion.error is None for completion in llm.generate(prompts, GREEDY))
+    assert torch.cuda.max_memory_allocated() <= share * total
+
+
+def test_a_step_that_runs_out_of_memory_is_made_smaller(
+    family_folder: Callable[[str], Path], reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    with on_gpu(family_folder("llama"), prefix_caching=False) as llm:
+        engine = engine_of(llm)
+        hidden = engine.model.hidden
+
+        def limited(batch: Any) -> torch.Tensor:
+            sizes.append(batch.num_tokens)
+            if batch.num_tokens > 100:
+                torch.empty(1 << 50, dtype=torch.uint8, device="cuda")  # a petabyte
+            return hidden(batch)
+
+        monkeypatch.setattr(engine.model, "hidden", limited)
+        assert token_ids(llm.generate(PROMPTS, GREEDY)) == reference("llama")
+        engine.check_integrity()
+    assert sizes[0] > 100 >= sizes[-1]
