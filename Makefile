@@ -19,7 +19,7 @@ demo: $(VENV)/.stamp-demo
 	$(BIN)/batchrun job=demo output.path=out/demo
 
 test: $(VENV)/.stamp-dev
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check
