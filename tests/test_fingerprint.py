@@ -148,6 +148,8 @@ OTHERS: dict[str, Any] = {
     "model.device": "cpu",
     "engine.attention": "torch",
     "engine.workers": "2",
+    "engine.overlap": "on",
+    "engine.cuda_graphs": "off",
     "output.compression": "snappy",
     "launch.index": 1,
     "launch.count": 3,

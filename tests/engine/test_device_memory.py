@@ -109,5 +109,5 @@ def test_a_device_without_room_for_a_small_step_is_refused(model: PagedModel) ->
 def test_the_cache_gets_what_is_left_unless_it_is_configured(model: PagedModel) -> None:
     layout, left = model.kv_layout, 3 * 2**20
     arguments = layout, torch.float32, 4096, torch.device("cpu")
-    assert kv_budget(EngineConfig(), *arguments, left=left) == left
-    assert kv_budget(EngineConfig(kv_cache_gib=0.001), *arguments, left=left) == 0.001 * GIB
+    assert kv_budget(EngineConfig(block_size=16), *arguments, left=left) == left
+    assert kv_budget(EngineConfig(block_size=16, kv_cache_gib=0.001), *arguments, left=left) == 0.001 * GIB
