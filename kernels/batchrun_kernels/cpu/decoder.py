@@ -59,7 +59,7 @@ REALS = 7
 STEP_WORDS = 23
 
 # Phases, and what a job says beside its phase and its number of pieces.
-PRODUCT, NORM, TURN, ATTEND = range(4)
+PRODUCT, NORM, TURN, ATTEND, ENTER, LEAVE = range(6)
 PHASE, PIECES = JOB, JOB + 1
 X, OUT, ROWS, ADD = JOB + 2, JOB + 3, JOB + 4, JOB + 5
 DEPTH, WEIGHT, BIAS, FEATURES, FOLLOWED_BY, WITH_TILES = (JOB + 6 + i for i in range(6))  # of a product
@@ -69,6 +69,9 @@ LAYER, REAL, STEP, COS, SIN, ROTARY, IS_SHARED = (JOB + 6 + i for i in range(7))
 
 CHUNK = 256  # tokens at once between attention calls: their activations stay in the cache of a core
 FEW_ROWS = 24  # rows of small work that are not worth sharing
+# Rows for each thread from which on each takes some of the rows through all products, and not some of the outputs of
+# each product for all rows: then what one product gives is in the cache of the core that goes on with it.
+OWN_ROWS = 96
 
 
 def _pointer_to(kind: Any) -> Any:
@@ -95,16 +98,21 @@ def run_layer(sizes, control, layer, reals, step, x, out, cos, sin, rotary):
     cos and sin [T, rotary], bfloat16 at addresses. The phases and their numbers are those of `FusedLayer`.
     """
     tokens, hidden = step[TOKENS], layer[HIDDEN]
-    heads = (layer[HEADS] + 2 * layer[KV_HEADS]) * layer[DIM]
-    mixed = layer[HEADS] * layer[DIM]
-    for start in range(0, tokens, CHUNK):
+    heads, mixed = _heads_width(layer), layer[HEADS] * layer[DIM]
+    apart = tokens >= OWN_ROWS * control[THREADS]
+    together = 0 if apart else tokens
+    if apart:
+        _lead_rows(sizes, control, layer, reals, step, ENTER, x, out)
+    for start in range(0, together, CHUNK):
         rows = min(CHUNK, tokens - start)
         _norm(sizes, control, layer, reals, 0, x + 2 * start * hidden, step[NORMED], 0, rows)
         _product(
             sizes, control, layer, step[NORMED], rows, hidden, QKV, 0, step[HEADS_OUT] + 2 * start * heads, heads, NONE
         )
     _attention(sizes, control, layer, reals, step, cos, sin, rotary)
-    for start in range(0, tokens, CHUNK):
+    if apart:
+        _lead_rows(sizes, control, layer, reals, step, LEAVE, x, out)
+    for start in range(0, together, CHUNK):
         rows, skip = min(CHUNK, tokens - start), 2 * start * hidden
         source = step[MIXED] + 2 * start * mixed
         if layer[NORM_BEFORE]:
@@ -177,8 +185,12 @@ def run_piece(sizes, control, piece):
         _norm_piece(control, piece)
     elif phase == TURN:
         _turn_piece(control, piece)
-    else:
+    elif phase == ATTEND:
         _attend_piece(sizes, control, piece)
+    elif phase == ENTER:
+        _enter_piece(control, piece)
+    else:
+        _leave_piece(control, piece)
 
 
 @njit(inline="always")
@@ -239,20 +251,95 @@ def _norm(sizes, control, layer, reals, which, x, out, add, rows):
     lead(sizes, control, NORM, 1 if rows <= FEW_ROWS else _shares(control))
 
 
-@njit(inline="always", fastmath=True, error_model="numpy")
+@njit(inline="always")
 def _norm_piece(control, piece):
     rows, width = control[ROWS], control[NORM_WIDTH]
     first, last = _part(rows, control, piece)
-    x = carray(halves_at(control[X]), (rows, width))[first:last]
-    out = carray(halves_at(control[OUT]), (rows, width))[first:last]
+    skip = 2 * first * width
     eps = carray(doubles_at(control[NORM_REALS]), (REALS,))[control[NORM_REAL]]
-    rms_norm(x, carray(floats_at(control[NORM_WEIGHT]), (width,)), eps, out)
-    if control[ADD]:
-        others = carray(halves_at(control[ADD]), (rows, width))[first:last]
-        for t in range(out.shape[0]):
-            row, other = out[t], others[t]
+    add = control[ADD] + skip if control[ADD] else 0
+    _norm_rows(control[X] + skip, control[OUT] + skip, last - first, width, control[NORM_WEIGHT], eps, add)
+
+
+@njit(inline="always", fastmath=True, error_model="numpy")
+def _norm_rows(x, out, rows, width, weight, eps, add):
+    """out [rows, width] = norm(x) [+ add], all bfloat16 at addresses."""
+    source, target = carray(halves_at(x), (rows, width)), carray(halves_at(out), (rows, width))
+    rms_norm(source, carray(floats_at(weight), (width,)), eps, target)
+    if add:
+        others = carray(halves_at(add), (rows, width))
+        for t in range(rows):
+            row, other = target[t], others[t]
             for i in range(row.shape[0]):
                 row[i] = narrow(widen(row[i]) + widen(other[i]), row[i])
+
+
+@njit(inline="always")
+def _lead_rows(sizes, control, layer, reals, step, phase, x, out):
+    """Have what comes before or after the attention done, some rows in each piece."""
+    threads = control[THREADS]
+    control[X], control[OUT], control[ROWS] = x, out, step[TOKENS]
+    control[LAYER], control[REAL], control[STEP] = layer.ctypes.data, reals.ctypes.data, step.ctypes.data
+    lead(sizes, control, phase, threads * ((step[TOKENS] + CHUNK * threads - 1) // (CHUNK * threads)))
+
+
+@njit(inline="always")
+def _enter_piece(control, piece):
+    """Norm and QKV of some rows."""
+    layer = carray(longs_at(control[LAYER]), (LAYER_WORDS,))
+    reals = carray(doubles_at(control[REAL]), (REALS,))
+    step = carray(longs_at(control[STEP]), (STEP_WORDS,))
+    first, last = _part(control[ROWS], control, piece)
+    rows, hidden, heads = last - first, layer[HIDDEN], _heads_width(layer)
+    normed = step[NORMED] + 2 * first * hidden
+    _norm_rows(control[X] + 2 * first * hidden, normed, rows, hidden, layer[NORM_INPUT], reals[EPS], 0)
+    target = step[HEADS_OUT] + 2 * first * heads
+    _whole_product(layer, normed, rows, hidden, QKV, 0, target, heads, NONE, layer[OUTPUT])
+
+
+@njit(inline="always")
+def _leave_piece(control, piece):
+    """From the output product to the end of the layer, for some rows."""
+    layer = carray(longs_at(control[LAYER]), (LAYER_WORDS,))
+    reals = carray(doubles_at(control[REAL]), (REALS,))
+    step = carray(longs_at(control[STEP]), (STEP_WORDS,))
+    first, last = _part(control[ROWS], control, piece)
+    rows, hidden, inner = last - first, layer[HIDDEN], layer[INNER]
+    mixed = layer[HEADS] * layer[DIM]
+    skip, source = 2 * first * hidden, step[MIXED] + 2 * first * mixed
+    x, out, normed, residual = control[X] + skip, control[OUT] + skip, step[NORMED] + skip, step[RESIDUAL] + skip
+    gated = step[GATED] + 2 * first * inner
+    if layer[NORM_BEFORE]:
+        _whole_product(layer, source, rows, mixed, OUTPUT, 0, normed, hidden, NONE, layer[GATE_UP])
+        _norm_rows(normed, residual, rows, hidden, layer[NORM_ATTENTION], reals[EPS + 1], x)
+        _norm_rows(residual, normed, rows, hidden, layer[NORM_BEFORE], reals[EPS + 2], 0)
+    else:
+        _whole_product(layer, source, rows, mixed, OUTPUT, x, residual, hidden, NONE, layer[GATE_UP])
+        _norm_rows(residual, normed, rows, hidden, layer[NORM_ATTENTION], reals[EPS + 1], 0)
+    _whole_product(layer, normed, rows, hidden, GATE_UP, 0, gated, inner, layer[KIND], layer[DOWN])
+    if layer[NORM_BEFORE]:
+        _whole_product(layer, gated, rows, inner, DOWN, 0, normed, hidden, NONE, layer[AFTER])
+        _norm_rows(normed, out, rows, hidden, layer[NORM_AFTER], reals[EPS + 3], residual)
+    else:
+        _whole_product(layer, gated, rows, inner, DOWN, residual, out, hidden, NONE, layer[AFTER])
+
+
+@njit(inline="always")
+def _whole_product(layer, x, rows, depth, which, add, out, features, kind, coming):
+    """All panels of a product; `which` as in `_product`, `coming` the weight of the next one."""
+    weight, bias = layer[which], layer[which + 1]
+    if layer[TILES]:
+        panels = features // matrix.PANEL
+        matrix.product(x, depth, rows, depth, weight, bias, add, out, features, kind, 0, panels, coming)
+    else:
+        panels = features // product.PANEL
+        product.product(x, depth, rows, depth, weight, bias, add, out, features, kind, 0, panels, coming)
+
+
+@njit(inline="always")
+def _heads_width(layer):
+    """Elements of the heads of a token."""
+    return (layer[HEADS] + 2 * layer[KV_HEADS]) * layer[DIM]
 
 
 @njit(inline="always")
