@@ -11,13 +11,11 @@ from typing import Any
 import torch
 
 from batchrun.engine.experts import pack_experts
+from batchrun.engine.layers_device import ACTIVATIONS as KERNEL_NAMES
 from batchrun.engine.mlp import ACTIVATIONS
-from batchrun_kernels.cpu.product import GELU_TANH, SILU
 from batchrun_kernels.grouped_gemm import down_experts, gate_up_experts, route
 
 log = logging.getLogger(__name__)
-
-NAMES = {SILU: "silu", GELU_TANH: "gelu_tanh"}
 
 
 class GroupedExperts(torch.nn.Module):
@@ -27,7 +25,7 @@ class GroupedExperts(torch.nn.Module):
     def __init__(self, module: Any) -> None:
         super().__init__()
         self.gate_up_proj, self.down_proj = module.gate_up_proj, module.down_proj
-        self.activation = NAMES[ACTIVATIONS[type(module.act_fn).__name__].kind]
+        self.activation = KERNEL_NAMES[ACTIVATIONS[type(module.act_fn).__name__].kind]
 
     def forward(self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """x [T, H], the k experts of each token [T, k] and their weights [T, k] -> [T, H].

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-ALIGNMENT = 64  # bytes: kernels are compiled for pointers that are multiples of 16
+from batchrun.engine.staging import ALIGNMENT
 
 
 class Field(NamedTuple):

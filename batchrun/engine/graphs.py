@@ -15,7 +15,7 @@ import torch
 from batchrun.engine import hook
 from batchrun.engine.attention.fixed import FixedDecode
 from batchrun.engine.attention.prefix import shared_prefixes
-from batchrun.engine.attention.triton import TritonAttention
+from batchrun.engine.attention.triton import MIN_GROUP_ROWS, TritonAttention
 from batchrun.engine.batch import Batch
 from batchrun.engine.feedback import Feedback
 from batchrun.engine.fixed_inputs import Field, FixedInputs
@@ -32,7 +32,6 @@ FORCED, REMEDY = "engine.cuda_graphs=on works where the engine", "set engine.cud
 # Estimated, not measured: what it takes to record a step, and what the host saves with each that is replayed.
 RECORD_S = 0.25
 SAVED_S = 0.002
-MIN_GROUP_ROWS = 4
 # Estimated, not measured: in a step that takes 2 ms less, 32 layers can read so many pages of 64 positions, 8 heads and
 # 128 dimensions at 4.3 TB/s, instead of reading them once for the rows that share them.
 MIN_SAVED_BLOCKS = 1024

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +26,6 @@ pytestmark = pytest.mark.skipif(not has_bfloat16_products(), reason="this proces
 # Sizes without padding in the packed layout, so that our kernels can read them.
 WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "vocab_size": VOCABULARY}
 PROMPTS = [np.array(random_prompt(i, length), dtype=np.int32) for i, length in enumerate((64, 61, 33))]
-
-
-@pytest.fixture(autouse=True)
-def _torch_threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 def wide_model(family: str, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> PagedModel:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,6 @@ PARAMS = [
     SamplingParams(temperature=(0.0, 0.7, 1.3)[i % 3], top_p=0.95, seed=i, max_tokens=5 + i % 4, logprobs=2)
     for i in range(len(PROMPTS))
 ]
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 def said(completion: Completion) -> tuple[list[int], bytes]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from batchrun.engine.batch import Batch
 from batchrun.engine.staging import Staging
 
 if TYPE_CHECKING:
+    from batchrun.engine.kv_layout import KvLayout
     from batchrun_kernels.rope_and_cache import Pages
 
 SCALE = torch.float32  # of K and V of each token and head, beside pages of int8
@@ -63,6 +65,26 @@ def zero_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+
+
+def pages_of_heads(
+    layout: KvLayout, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """K and V of each layer, [blocks, block size, kv heads, dim] and filled with zeros; layers may have the same."""
+    pages = [
+        (
+            zero_pages((num_blocks, block_size, page.num_kv_heads, page.key_dim), dtype, device),
+            zero_pages((num_blocks, block_size, page.num_kv_heads, page.value_dim), dtype, device),
+        )
+        for page in layout.pages
+    ]
+    return [pages[place] for place in layout.places]
+
+
+def distinct_tensors(pages: Iterable[Iterable[Any]]) -> list[torch.Tensor]:
+    """The tensors among the parts of each layer's pages, each piece of memory once."""
+    held = (part for parts in pages for part in parts if isinstance(part, torch.Tensor))
+    return list({part.data_ptr(): part for part in held}.values())
 
 
 class AttentionBackend(ABC):

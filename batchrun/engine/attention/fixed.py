@@ -12,13 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from batchrun.engine.attention.triton import TritonAttention
+from batchrun.engine.attention.triton import TritonAttention, whole_columns
 from batchrun.engine.batch import Batch
 from batchrun.engine.fixed_inputs import Field, FixedInputs
 from batchrun_kernels.decode_plan import PROGRAMS_PER_SM, DecodePlan, plan_decode
 from batchrun_kernels.paged import KvPages, Rows
-
-TABLE_COLUMNS = 16  # tables are a multiple of so many columns wide
 
 
 class _Plans(NamedTuple):
@@ -108,7 +106,7 @@ class FixedDecode(TritonAttention):
     def __init__(self, attention: TritonAttention, most_rows: int, columns: int) -> None:
         vars(self).update(vars(attention))
         self.most_rows = most_rows
-        tables, columns = self.layout.num_tables, -(-columns // TABLE_COLUMNS) * TABLE_COLUMNS
+        tables, columns = self.layout.num_tables, whole_columns(columns)
         fields = {
             "slot_mapping": Field((tables, most_rows), torch.int64),
             "seq_lens": Field((most_rows,), torch.int32),

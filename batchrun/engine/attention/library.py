@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from batchrun.engine.attention.base import AttentionBackend, LayerCall, LayerGeometry, zero_pages
+from batchrun.engine.attention.base import AttentionBackend, LayerCall, LayerGeometry, distinct_tensors, pages_of_heads
 from batchrun.engine.batch import Batch
 from batchrun.engine.kv_cache import HOLE
 from batchrun.engine.kv_layout import KvLayout
@@ -58,14 +58,7 @@ class LibraryAttention(AttentionBackend):
         self.block_size = block_size
         self.dtype = dtype
         self.device = device
-        pages = [
-            (
-                zero_pages((num_blocks, block_size, page.num_kv_heads, page.key_dim), dtype, device),
-                zero_pages((num_blocks, block_size, page.num_kv_heads, page.value_dim), dtype, device),
-            )
-            for page in self.layout.pages
-        ]
-        self.pages = [pages[place] for place in self.layout.places]
+        self.pages = pages_of_heads(self.layout, num_blocks, block_size, dtype, device)
         self._tables: list[_Table] = []
         self._staging = Staging(device)
 
@@ -78,7 +71,7 @@ class LibraryAttention(AttentionBackend):
         """The library's call for a part: contiguous q [T, Hq, D] of it over the pages -> [T, Hq, D]."""
 
     def page_tensors(self) -> list[torch.Tensor]:
-        return list({part.data_ptr(): part for pages in self.pages for part in pages}.values())
+        return distinct_tensors(self.pages)
 
     def begin(self, batch: Batch, staging: Staging | None = None) -> None:
         put = (staging or self._staging).put

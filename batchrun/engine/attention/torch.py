@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from batchrun.engine.attention.base import AttentionBackend, LayerCall, LayerGeometry, zero_pages
+from batchrun.engine.attention.base import AttentionBackend, LayerCall, LayerGeometry, distinct_tensors, pages_of_heads
 from batchrun.engine.batch import Batch
 from batchrun.engine.kv_cache import HOLE, KvGroup
 from batchrun.engine.kv_layout import KvLayout
@@ -71,14 +71,7 @@ class TorchAttention(AttentionBackend):
         self.layout = KvLayout.of(layers)
         self.block_size = block_size
         self.device = device
-        pages = [
-            (
-                zero_pages((num_blocks, block_size, page.num_kv_heads, page.key_dim), dtype, device),
-                zero_pages((num_blocks, block_size, page.num_kv_heads, page.value_dim), dtype, device),
-            )
-            for page in self.layout.pages
-        ]
-        self.pages = [pages[place] for place in self.layout.places]
+        self.pages = pages_of_heads(self.layout, num_blocks, block_size, dtype, device)
         self._plans: list[_Plan] = []
 
     def begin(self, batch: Batch, staging: Staging | None = None) -> None:
@@ -104,8 +97,7 @@ class TorchAttention(AttentionBackend):
         return out
 
     def page_tensors(self) -> list[torch.Tensor]:
-        held = (part for pages in self.pages for part in pages)
-        return list({part.data_ptr(): part for part in held}.values())
+        return distinct_tensors(self.pages)
 
     def _attend_group(
         self, call: LayerCall, group: _Group, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor]

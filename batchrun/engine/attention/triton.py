@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from batchrun.engine.attention.base import AttentionBackend, LayerCall, LayerGeometry, zero_pages
+from batchrun.engine.attention.base import AttentionBackend, LayerCall, LayerGeometry, distinct_tensors, pages_of_heads
 from batchrun.engine.attention.prefix import shared_prefixes
 from batchrun.engine.batch import Batch
 from batchrun.engine.kv_cache import HOLE
@@ -116,14 +116,7 @@ class TritonAttention(AttentionBackend):
         if device.type == "cuda":
             self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         held = FP8 if self.fp8 else dtype
-        pages = [
-            KvPages(
-                zero_pages((num_blocks, block_size, page.num_kv_heads, page.key_dim), held, device),
-                zero_pages((num_blocks, block_size, page.num_kv_heads, page.value_dim), held, device),
-            )
-            for page in self.layout.pages
-        ]
-        self.pages = [pages[place] for place in self.layout.places]
+        self.pages = [KvPages(*kv) for kv in pages_of_heads(self.layout, num_blocks, block_size, held, device)]
         self._tables: list[_Table] = []
         # Of the layers of each table, as they have attended: from then on their plans are made with a step's begin.
         self._kinds: list[dict[_Kind, KvPages]] = [{} for _ in range(self.layout.num_tables)]
@@ -246,8 +239,7 @@ class TritonAttention(AttentionBackend):
         return _Plans(decode, prefill, prefix)
 
     def page_tensors(self) -> list[torch.Tensor]:
-        held = (part for pages in self.pages for part in pages if isinstance(part, torch.Tensor))
-        return list({part.data_ptr(): part for part in held}.values())
+        return distinct_tensors(self.pages)
 
 
 class Fp8Attention(TritonAttention):
@@ -276,9 +268,14 @@ def _part(rows: _Rows | None, blocks: np.ndarray, put: Put) -> _Part | None:
 def _widened(blocks: np.ndarray) -> np.ndarray:
     """Block tables with a multiple of TABLE_COLUMNS columns."""
     rows, columns = blocks.shape
-    widened = np.full((rows, -(-columns // TABLE_COLUMNS) * TABLE_COLUMNS), HOLE, dtype=np.int32)
+    widened = np.full((rows, whole_columns(columns)), HOLE, dtype=np.int32)
     widened[:, :columns] = blocks
     return widened
+
+
+def whole_columns(columns: int) -> int:
+    """Columns of a block table that has room for so many."""
+    return -(-columns // TABLE_COLUMNS) * TABLE_COLUMNS
 
 
 def largest_head(layers: Sequence[LayerGeometry]) -> int:

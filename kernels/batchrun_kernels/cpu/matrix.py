@@ -29,7 +29,7 @@ from batchrun_kernels.cpu.amx import (
     release_tiles,
     set_shapes,
 )
-from batchrun_kernels.cpu.emit import FLOATS, HALVES, I16, LANES, WORDS, BFloat, load, store, word
+from batchrun_kernels.cpu.emit import FLOATS, HALVES, I16, LANES, BFloat, load, load_wide, store, word
 from batchrun_kernels.cpu.layer import gated_gelu_tanh, gated_silu
 from batchrun_kernels.cpu.product import NONE, SILU
 
@@ -120,9 +120,8 @@ def add_row(context, sums, other):
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         target, source = _pointers(builder, arguments)
         for first in range(0, PANEL, LANES):
-            halves = load(builder, source, word(first), HALVES)
-            wide = builder.shl(builder.zext(halves, WORDS), ir.Constant(WORDS, [16] * LANES))
-            total = builder.fadd(load(builder, target, word(first), FLOATS), builder.bitcast(wide, FLOATS))
+            wide = load_wide(builder, source, word(first), types.uint16)
+            total = builder.fadd(load(builder, target, word(first), FLOATS), wide)
             store(builder, target, word(first), total)
         return context.get_dummy_value()
 
