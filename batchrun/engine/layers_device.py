@@ -29,7 +29,7 @@ from batchrun.engine.layers import (
 from batchrun.engine.linear import PackedLinear
 from batchrun.engine.mlp import GatedMLP, OriginalMLP, mlp_forms, parts
 from batchrun_kernels.act_and_mul import act_and_mul
-from batchrun_kernels.cpu.product import GELU_TANH, SILU
+from batchrun_kernels.cpu.after import GELU_TANH, SILU
 from batchrun_kernels.rms_norm import add_rms_norm, rms_norm
 from batchrun_kernels.rope_and_cache import HeadNorm, rope, rope_and_cache
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from batchrun_kernels.cpu import matrix, product
+from batchrun_kernels.cpu.after import NONE
 
 PACK_ROWS = 256  # the batch size that the packed layout is chosen for
 HEAD_ROWS = 128  # rows of the LM head at once: more, and the logits leave the cache
@@ -49,7 +50,7 @@ class PackedLinear(torch.nn.Module):
     def forward(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., in]; `add` [..., out] is added before the result is rounded."""
         if x.dim() == 2 and self._has_kernel():
-            return self._own(x, add, product.NONE)
+            return self._own(x, add, NONE)
         if not self.packed:
             y = F.linear(x, self.weight, self.bias)
             return y if add is None else y + add
@@ -68,7 +69,7 @@ class PackedLinear(torch.nn.Module):
         return self.kernel is not None and torch.get_num_threads() == 1
 
     def _own(self, x: torch.Tensor, add: torch.Tensor | None, kind: int) -> torch.Tensor:
-        features = self.out_features if kind == product.NONE else self.out_features // 2
+        features = self.out_features if kind == NONE else self.out_features // 2
         out, weight = x.new_empty(len(x), features), torch.ops.mkldnn.data_ptr(self.weight)
         self.kernel.product(
             x.data_ptr(),
@@ -95,7 +96,7 @@ class PackedLinear(torch.nn.Module):
         for self.kernel in KERNELS:
             if not self.kernel.can_read(self.weight.dtype, self.out_features, self.in_features):
                 continue
-            difference = self._own(x, None, product.NONE).float() - expected
+            difference = self._own(x, None, NONE).float() - expected
             if float(difference.norm()) <= PROBE_ERROR * float(expected.norm()):
                 return self.kernel
         return None

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from batchrun.engine.linear import PackedHead, PackedLinear
 from batchrun_kernels.cpu import product
+from batchrun_kernels.cpu.after import GELU_TANH, NONE, SILU
 
 ROUNDING = 2**-8  # of bfloat16, relative to the largest result
 
@@ -40,8 +41,8 @@ def test_product(rows: int, features: int, depth: int) -> None:
     linear = packed(w, bias)
     assert linear.kernel is not None
     expected = x.double() @ w.double().T + bias.double()
-    assert_close(linear._own(x, None, product.NONE), expected)
-    assert_close(linear._own(x, add, product.NONE), expected + add.double())
+    assert_close(linear._own(x, None, NONE), expected)
+    assert_close(linear._own(x, add, NONE), expected + add.double())
 
 
 @needs_bfloat16
@@ -50,7 +51,7 @@ def test_gated_product(rows: int) -> None:
     x, w, bias = random(rows, 64), random(256, 64), random(256)
     linear = packed(w, bias)
     gate, up = (x.double() @ w.double().T + bias.double()).chunk(2, dim=1)
-    silu, gelu = linear.gated(x, product.SILU), linear.gated(x, product.GELU_TANH)
+    silu, gelu = linear.gated(x, SILU), linear.gated(x, GELU_TANH)
     assert silu is not None
     assert gelu is not None
     assert_close(silu, F.silu(gate) * up)
@@ -60,7 +61,7 @@ def test_gated_product(rows: int) -> None:
 @needs_bfloat16
 def test_rows_may_lie_apart() -> None:
     wide, w = random(9, 200), random(64, 96)
-    assert_close(packed(w)._own(wide[:, 50:146], None, product.NONE), wide[:, 50:146].double() @ w.double().T)
+    assert_close(packed(w)._own(wide[:, 50:146], None, NONE), wide[:, 50:146].double() @ w.double().T)
 
 
 @needs_bfloat16

@@ -91,7 +91,7 @@ class CpuAttention(AttentionBackend):
                 elements(zero_pages((num_blocks, *shape.values), held, device)),
                 np.zeros((num_blocks if self.int8 else 0, *shape.scales), dtype=np.float32),
                 shape,
-                shape.sizes(not self.int8 and dtype == torch.bfloat16 and has_matrix_unit()),
+                shape.sizes(dtype, not self.int8 and has_matrix_unit()),
             )
             for shape in shapes
         ]

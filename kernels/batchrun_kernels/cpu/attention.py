@@ -20,16 +20,19 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numba import njit
 
 from batchrun_kernels.cpu import amx
-from batchrun_kernels.cpu.emit import LANES
-from batchrun_kernels.cpu.scalar import LOG2E, NEGATIVE, exp2, larger, narrow, widen
+from batchrun_kernels.cpu.emit import LANES, pairs_at_full_rate
+from batchrun_kernels.cpu.scalar import LOG2E, NEGATIVE, as_type, exp2, larger, narrow, widen
+from batchrun_kernels.cpu.softmax import RUN, largest, weigh
 from batchrun_kernels.cpu.tile import (
     PANEL_LANES,
     ROWS,
     add_values,
     drop_tiles,
+    operands,
     rows_at_once,
     score_rows,
     sizes,
@@ -37,7 +40,7 @@ from batchrun_kernels.cpu.tile import (
 )
 
 Array = np.ndarray
-ROUND_SLOTS = 128  # keys whose scores are looked at together: fewer, and their maxima and sums cost more than the rest
+ROUND_SLOTS = RUN  # keys whose scores are looked at together: fewer, and their maxima and sums cost more than the rest
 
 # Columns of a span: tokens order[FIRST:LAST] attend to blocks [BLOCK, END) of a row of the block tables.
 # FINAL 1: these are the last keys they see, and the result is written; 0: their state is kept.
@@ -78,13 +81,21 @@ class PageShape(NamedTuple):
         """Shape of the scales of one block of int8 K and V."""
         return self.kv_heads, 2, self.panels * self.lanes
 
-    def sizes(self, matrix_unit: bool = False) -> Array:
-        """What `attend` is compiled for. `matrix_unit`: with AMX, if the shape fits it, for elements of bfloat16."""
-        _, panels, pairs, lanes, _ = self.keys
+    def sizes(self, dtype: torch.dtype, matrix_unit: bool = False, pairs_unit: bool | None = None) -> Array:
+        """What `attend` is compiled for, for elements of a type.
+
+        Of bfloat16, `matrix_unit` is with AMX, if the shape fits it, and `pairs_unit` with AVX512-BF16, which is left to
+        the processor unless it is given.
+        """
+        _, panels, pairs, lanes, inner = self.keys
         slots, width = panels * lanes, self.values[2]
         fits = pairs % amx.TILE == 0 and all(size % amx.COLUMNS == 0 for size in (lanes, slots, width))
-        rows = amx.ROWS if matrix_unit and fits else ROWS
-        return sizes(rows=rows, pairs=pairs, lanes=lanes, slots=slots, width=width)
+        tiles = matrix_unit and fits and dtype == torch.bfloat16
+        if pairs_unit is None:
+            pairs_unit = pairs_at_full_rate()
+        halves = tiles or (pairs_unit and dtype == torch.bfloat16)
+        rows, operand = amx.ROWS if tiles else ROWS, 2 if halves else 4  # bytes of what a panel is multiplied with
+        return sizes(rows=rows, pairs=pairs, lanes=lanes, slots=slots, width=width, inner=inner, operand=operand)
 
 
 @njit(nogil=True, cache=True, fastmath=True, error_model="numpy")
@@ -166,15 +177,17 @@ def attend(
     stride = together * slots
     k_block, v_block = panels * pairs * lanes * inner, slots * width
     most = rows_at_once(sizes)
-    queries = np.zeros((most, pairs * inner), dtype=q.dtype)
+    kind = operands(sizes, q)
+    queries = np.zeros((most, pairs * inner), dtype=kind.dtype)
     scores = np.zeros((most, stride), dtype=np.float32)
-    weights = np.zeros((most, stride), dtype=q.dtype)
+    weights = np.zeros((most, stride), dtype=kind.dtype)
     out = np.zeros((most, width), dtype=np.float32)
     top, total = np.empty(most, dtype=np.float32), np.empty(most, dtype=np.float32)
     scaled = page_scales.shape[0] > 0
     k_scales = np.empty(stride if scaled else 0, dtype=np.float32)
     v_scales = np.empty(stride if scaled else 0, dtype=np.float32)
     lows, highs = np.empty(most, dtype=np.int64), np.empty(most, dtype=np.int64)
+    factor = LOG2E if softcap > 0 else np.float32(scale) * LOG2E
     use_tiles(sizes)
     for s in range(spans.shape[0]):
         span = spans[s]
@@ -189,7 +202,7 @@ def attend(
                     t, head = order[span[FIRST] + (start + r) // group], h * group + (start + r) % group
                     source, target = q[t, head], queries[r]
                     for d in range(source.shape[0]):
-                        target[d] = source[d]
+                        target[d] = as_type(source[d], target[d])
                     highs[r] = min(positions[t] + 1, end)
                     lows[r] = min(max(least, positions[t] + 1 - window), highs[r]) if window else least
                     low, high = min(low, lows[r]), max(high, highs[r])
@@ -216,13 +229,13 @@ def attend(
                             kept = page_scales[table[block + j], h]
                             k_scales[j * slots : (j + 1) * slots] = kept[0]
                             v_scales[j * slots : (j + 1) * slots] = kept[1]
-                    base, length = block * block_size, blocks * slots
+                    base = block * block_size
                     for r in range(rows):
                         a, b = max(lows[r] - base, 0), min(highs[r] - base, blocks * block_size)
                         before = top[r]
-                        top[r], added = _weigh(
-                            scores[r], weights[r], k_scales, v_scales, a, b, length, scale, softcap, before
-                        )  # fmt: skip
+                        if scaled or softcap > 0:
+                            _prepare(scores[r], k_scales, scale, softcap)
+                        top[r], added = _weigh(scores, weights, v_scales, v_pages, r * stride, a, b, stride, factor, before)
                         if top[r] > before:
                             shrink, row = exp2(before - top[r]), out[r]
                             total[r] *= shrink
@@ -265,58 +278,36 @@ def _coming(tables, spans, s, first, last, block, head, kv_heads):
 
 
 @njit(inline="always", fastmath=True, error_model="numpy")
-def _weigh(
-    scores: Array,
-    weights: Array,
-    k_scales: Array,
-    v_scales: Array,
-    a: int,
-    b: int,
-    length: int,
-    scale: float,
-    softcap: float,
-    floor: Any,
-) -> Any:
-    """Weights 2**(score - top) of slots [a, b), 0 for the others of [0, length): (top, their sum). `top` >= `floor`.
-
-    Where there are scales, scores are multiplied by those of K first, and weights, but not their sum, by those of V.
-    """
-    zero = narrow(np.float32(0.0), weights[0])
-    for j in range(weights[: min(a, length)].shape[0]):
-        weights[j] = zero
-    rest = weights[max(b, 0) : length]
-    for j in range(rest.shape[0]):
-        rest[j] = zero
-    # Loops run over slices from 0: LLVM vectorises no index that it must check for being negative.
-    b = max(a, b)
-    line, target = scores[a:b], weights[a:b]
+def _prepare(scores, k_scales, scale, softcap):
+    """Scores times the scales of int8 keys, and what a soft cap makes of them."""
     if k_scales.shape[0]:
-        scales = k_scales[a:b]
-        for j in range(line.shape[0]):
-            line[j] *= scales[j]
+        for j in range(scores.shape[0]):
+            scores[j] *= k_scales[j]
     if softcap > 0:
-        for j in range(line.shape[0]):
-            capped = np.float32(softcap) * np.float32(math.tanh(line[j] * np.float32(scale) / np.float32(softcap)))
-            line[j] = capped * LOG2E
-    else:
-        factor = np.float32(scale) * LOG2E
-        for j in range(line.shape[0]):
-            line[j] *= factor
-    top = floor
-    for j in range(line.shape[0]):
-        top = larger(top, line[j])
-    total = np.float32(0.0)
-    if v_scales.shape[0]:
-        scales = v_scales[a:b]
-        for j in range(line.shape[0]):
-            weight = exp2(line[j] - top)
-            total += weight
-            target[j] = narrow(weight * scales[j], zero)
-        return top, total
-    for j in range(line.shape[0]):
-        weight = exp2(line[j] - top)
-        total += weight
-        target[j] = narrow(weight, zero)
+        for j in range(scores.shape[0]):
+            scores[j] = np.float32(softcap) * np.float32(
+                math.tanh(scores[j] * np.float32(scale) / np.float32(softcap))
+            )
+
+
+@njit(inline="always", error_model="numpy")
+def _weigh(scores, weights, v_scales, v_pages, at, a, b, stride, factor, floor):
+    """Weights of slots [a, b) of `stride` from element `at` on, 0 for the others: (largest score >= floor, their sum).
+
+    Scores count in units of log2, times `factor`.
+    """
+    b = max(a, b)
+    if stride == RUN:
+        if a <= 0 and b >= RUN:
+            top = largest(scores, at, a, b, factor, floor, RUN, 1)
+            return top, weigh(scores, at, a, b, factor, top, weights, v_scales, v_pages, RUN, 1)
+        top = largest(scores, at, a, b, factor, floor, RUN, 0)
+        return top, weigh(scores, at, a, b, factor, top, weights, v_scales, v_pages, RUN, 0)
+    top, total = floor, np.float32(0.0)
+    for j in range(0, stride, LANES):
+        top = largest(scores, at + j, a - j, b - j, factor, top, LANES, 0)
+    for j in range(0, stride, LANES):
+        total += weigh(scores, at + j, a - j, b - j, factor, top, weights, v_scales[j:], v_pages, LANES, 0)
     return top, total
 
 

@@ -35,6 +35,16 @@ def processor_has(feature: str) -> bool:
     return bool(binding.get_host_cpu_features().get(feature, False))
 
 
+def pairs_at_full_rate() -> bool:
+    """Whether a product of bfloat16 pairs (VDPBF16PS) is the fastest that vectors can do.
+
+    AMD's processors do one in each cycle, 64 operations; Intel's one in two cycles, which is half of what their two
+    float32 units do. A rule and not a measurement: the same processor must always round in the same way.
+    """
+    name = config.CPU_NAME or binding.get_host_cpu_name()
+    return processor_has("avx512bf16") and name.startswith("znver")
+
+
 def word(value: int) -> ir.Constant:
     return ir.Constant(I64, value)
 
@@ -91,3 +101,23 @@ def prefetch(builder: Any, pointer: Any, size: int) -> None:
     read, level, data = (ir.Constant(I32, number) for number in (0, 2, 1))
     for offset in range(0, size, LINE):
         builder.call(fetch, [builder.gep(start, [word(offset)]), read, level, data])
+
+
+def pointers(context: Any, builder: Any, signature: Any, arguments: Any) -> list[Any]:
+    """The arguments, arrays as pointers to their first elements."""
+    return [
+        context.make_array(kind)(context, builder, value).data if isinstance(kind, types.Array) else value
+        for kind, value in zip(signature.args, arguments, strict=True)
+    ]
+
+
+def splat(builder: Any, value: Any, kind: Any) -> Any:
+    """A vector of one value."""
+    single = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(I32, 0))
+    return builder.shuffle_vector(single, single, ir.Constant(WORDS, [0] * LANES))
+
+
+def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c of 16 float32, rounded once."""
+    kind = ir.FunctionType(FLOATS, [FLOATS] * 3)
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.fma.v16f32"), [a, b, c])

@@ -9,15 +9,11 @@ features, each panel [K / 2, 32, 2].
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import njit, types
-from numba.core import cgutils
-from numba.extending import intrinsic
+from numba import njit
 
+from batchrun_kernels.cpu.after import NONE, add_row, gate_sums, round_row
 from batchrun_kernels.cpu.amx import (
     COLUMNS,
     LINE,
@@ -29,9 +25,6 @@ from batchrun_kernels.cpu.amx import (
     release_tiles,
     set_shapes,
 )
-from batchrun_kernels.cpu.emit import FLOATS, HALVES, I16, LANES, BFloat, load, load_wide, store, word
-from batchrun_kernels.cpu.layer import gated_gelu_tanh, gated_silu
-from batchrun_kernels.cpu.product import NONE, SILU
 
 PANEL = COLUMNS  # output features whose sums are in tiles at once
 PANEL_BYTES = 4 * PANEL  # of a row of sums
@@ -77,17 +70,17 @@ def product(x, x_stride, rows, depth, w, bias, add, out, features, kind, first, 
                 _multiply(row, x_stride, up, depth, ups, upper, count, second + some)
             if bias:
                 for i in range(count):
-                    add_row(gates.ctypes.data + i * PANEL_BYTES, bias + column)
+                    add_row(gates.ctypes.data + i * PANEL_BYTES, bias + column, PANEL)
                     if kind != NONE:
-                        add_row(ups.ctypes.data + i * PANEL_BYTES, bias + width + column)
+                        add_row(ups.ctypes.data + i * PANEL_BYTES, bias + width + column, PANEL)
             if kind != NONE:
-                _gate(gates[: count * PANEL], ups[: count * PANEL], kind)
+                gate_sums(gates[: count * PANEL], ups[: count * PANEL], kind)
             target, other = out + start * width + column, add + start * width + column
             for i in range(count):
                 values = gates.ctypes.data + i * PANEL_BYTES
                 if add:
-                    add_row(values, other + i * width)
-                round_row(values, target + i * width)
+                    add_row(values, other + i * width, PANEL)
+                round_row(values, target + i * width, PANEL)
     release_tiles()
 
 
@@ -101,52 +94,3 @@ def _multiply(x, x_stride, w, depth, sums, upper, count, ahead):
         multiply(x, lower, w, at, lower_at, strides, depth // STEP, ahead, SOME, 2)
     else:
         multiply(x, lower, w, at, lower_at, strides, depth // STEP, ahead, WHOLE, 1)
-
-
-@njit(inline="always", fastmath=True, error_model="numpy")
-def _gate(gates, ups, kind):
-    if kind == SILU:
-        for i in range(gates.shape[0]):
-            gates[i] = gated_silu(gates[i], ups[i])
-    else:
-        for i in range(gates.shape[0]):
-            gates[i] = gated_gelu_tanh(gates[i], ups[i])
-
-
-@intrinsic
-def add_row(context, sums, other):
-    """float32 [32] at `sums` += bfloat16 [32] at `other`."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        target, source = _pointers(builder, arguments)
-        for first in range(0, PANEL, LANES):
-            wide = load_wide(builder, source, word(first), types.uint16)
-            total = builder.fadd(load(builder, target, word(first), FLOATS), wide)
-            store(builder, target, word(first), total)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
-
-
-@intrinsic
-def round_row(context, sums, out):
-    """bfloat16 [32] at `out` = float32 [32] at `sums`, rounded to nearest, ties to even."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        source, target = _pointers(builder, arguments)
-        kind = ir.FunctionType(ir.VectorType(BFloat(), LANES), [FLOATS])
-        convert = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.cvtneps2bf16.512")
-        for first in range(0, PANEL, LANES):
-            halves = builder.call(convert, [load(builder, source, word(first), FLOATS)])
-            store(builder, target, word(first), builder.bitcast(halves, HALVES))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
-
-
-def _pointers(builder: Any, arguments: Any) -> tuple[Any, Any]:
-    """Floats at the first address, halves at the second."""
-    return (
-        builder.inttoptr(arguments[0], ir.FloatType().as_pointer()),
-        builder.inttoptr(arguments[1], I16.as_pointer()),
-    )

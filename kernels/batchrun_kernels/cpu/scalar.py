@@ -27,15 +27,18 @@ def widen(context: Any, bits: Any) -> Any:
     """float32 of a bfloat16 (uint16), float16 (int16) or float32 element."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        (value,) = arguments
-        if bits == types.uint16:
-            wide = builder.shl(builder.zext(value, ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
-            return builder.bitcast(wide, ir.FloatType())
-        if bits == types.int16:
-            return builder.fpext(builder.bitcast(value, ir.HalfType()), ir.FloatType())
-        return value
+        return _widen(builder, bits, arguments[0])
 
     return types.float32(bits), generate
+
+
+def _widen(builder: Any, kind: Any, value: Any) -> Any:
+    if kind == types.uint16:
+        wide = builder.shl(builder.zext(value, ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
+        return builder.bitcast(wide, ir.FloatType())
+    if kind == types.int16:
+        return builder.fpext(builder.bitcast(value, ir.HalfType()), ir.FloatType())
+    return value
 
 
 @intrinsic
@@ -58,6 +61,16 @@ def narrow(context: Any, value: Any, like: Any) -> Any:
         return number
 
     return like(types.float32, like), generate
+
+
+@intrinsic
+def as_type(context: Any, value: Any, like: Any) -> Any:
+    """An element as one of the type of `like`: the same, or float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return arguments[0] if value == like else _widen(builder, value, arguments[0])
+
+    return like(value, like), generate
 
 
 @intrinsic

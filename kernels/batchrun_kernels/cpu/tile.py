@@ -2,21 +2,23 @@
 the products with packed weights.
 
 A panel [pairs, columns, P] holds P elements of the inner dimension side by side: 2 in half precision, 1 in float32, so
-that one broadcast of P elements of a row meets 16 columns at once. On processors with AVX512-BF16 a pair of bfloat16
-is one instruction; elsewhere, and in float16, both are widened and added in turn. A panel of int8 is widened to the
-type of the rows as it is loaded, which is exact; what one stands for is a factor of the whole sum, left to the caller.
+that one broadcast of P elements of a row meets 16 columns at once. Where that is the fastest (emit.py tells), a pair of
+bfloat16 is one instruction; elsewhere, and in float16, rows come as float32, and both elements of a panel's words are
+widened and added in turn. A panel of int8 is widened to the type of the rows as it is loaded, which is exact; what one
+stands for is a factor of the whole sum, left to the caller.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 
 from batchrun_kernels.cpu import amx
 from batchrun_kernels.cpu.emit import (
@@ -27,15 +29,20 @@ from batchrun_kernels.cpu.emit import (
     LANES,
     WORDS,
     BFloat,
+    fma,
     load,
+    pointers,
     prefetch,
-    processor_has,
+    splat,
     store,
     word,
 )
 
-ROWS = 6  # 6 x 4 vectors of sums leave 8 of 32 registers for the operands
+ROWS = 12
+COUNTS = (1, 2, 3, 4, 6, 8, 10, 12)  # of rows that there is code for
+FEW = 4  # rows for which four vectors of columns are taken at once, else two: 24 of 32 registers hold sums
 PANEL_LANES = 4
+PANEL = LANES * PANEL_LANES  # features of a packed weight that lie side by side
 
 PAIRS = ir.VectorType(BFloat(), 2 * LANES)
 Steps = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]
@@ -75,6 +82,18 @@ def has_tiles(context, sizes):
     return types.boolean(sizes), lambda *_: ir.Constant(ir.IntType(1), int(_has_tiles(sizes)))
 
 
+def operands(sizes, q):
+    """An empty array of the type that rows must have for `score_rows` and `add_values`, for queries of q's type."""
+    raise NotImplementedError("for compiled code")
+
+
+@overload(operands, inline="always")
+def _operands(sizes, q):
+    if size_of(sizes, "operand") == 4:
+        return lambda sizes, q: np.empty(0, dtype=np.float32)
+    return lambda sizes, q: np.empty(0, dtype=q.dtype)
+
+
 @intrinsic
 def rows_at_once(context, sizes):
     """Query rows that `score_rows` and `add_values` take at most: a constant."""
@@ -88,11 +107,11 @@ def score_rows(context, sizes, q, k, k_at, out, out_at, out_stride, rows, ahead)
     sizes: pairs, lanes. out float32; k elements like those of q, or int8; `_at` and `_stride` count elements. Meanwhile
     as many bytes as the panel has are fetched from place `ahead` of k.
     """
-    pairs, lanes, inner = size_of(sizes, "pairs"), size_of(sizes, "lanes"), _inner(q.dtype)
+    pairs, lanes, inner = (size_of(sizes, name) for name in ("pairs", "lanes", "inner"))
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _, query, keys, k_at, target, o_at, o_stride, rows, ahead = _pointers(context, builder, signature, arguments)
-        limit, step = ir.Constant(I64, pairs), element_steps(builder, q.dtype, k.dtype)
+        _, query, keys, k_at, target, o_at, o_stride, rows, ahead = pointers(context, builder, signature, arguments)
+        limit, step = ir.Constant(I64, pairs), element_steps(builder, q.dtype, k.dtype, inner)
         line_bytes = lanes * inner * (k.dtype.bitwidth // 8)
 
         def meanwhile(index: Any) -> None:
@@ -101,8 +120,7 @@ def score_rows(context, sizes, q, k, k_at, out, out_at, out_stride, rows, ahead)
             )
 
         def some(count: int) -> None:
-            for first in range(0, lanes // LANES, PANEL_LANES):
-                columns = range(first, min(first + PANEL_LANES, lanes // LANES))
+            for columns in _columns(count, lanes):
 
                 def start(row: int, column: int) -> Any:
                     return ir.Constant(FLOATS, [0.0] * LANES)
@@ -114,7 +132,7 @@ def score_rows(context, sizes, q, k, k_at, out, out_at, out_stride, rows, ahead)
                     place = builder.add(k_at, builder.mul(index, word(lanes * inner)))
                     return _plus(builder, place, column * LANES * inner)
 
-                rest = meanwhile if first == 0 else None
+                rest = meanwhile if columns[0] == 0 else None
                 sums = inner_products(
                     builder, limit, range(count), columns, start, (query, x_at), (keys, w_at), step, rest
                 )
@@ -143,13 +161,13 @@ def add_values(context, sizes, p, p_at, p_stride, v, v_at, out, rows, ahead):
     sizes: slots, width. out float32 [.., width]; v elements like those of p, or int8. Meanwhile as many bytes as the
     block has are fetched from place `ahead` of v.
     """
-    slots, width, inner = size_of(sizes, "slots"), size_of(sizes, "width"), _inner(p.dtype)
+    slots, width, inner = (size_of(sizes, name) for name in ("slots", "width", "inner"))
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _, weights, p_at, p_stride, values, v_at, target, rows, ahead = _pointers(
+        _, weights, p_at, p_stride, values, v_at, target, rows, ahead = pointers(
             context, builder, signature, arguments
         )
-        limit, step = ir.Constant(I64, slots // inner), element_steps(builder, p.dtype, v.dtype)
+        limit, step = ir.Constant(I64, slots // inner), element_steps(builder, p.dtype, v.dtype, inner)
         line_bytes = width * inner * (v.dtype.bitwidth // 8)
 
         def meanwhile(index: Any) -> None:
@@ -158,8 +176,7 @@ def add_values(context, sizes, p, p_at, p_stride, v, v_at, out, rows, ahead):
             )
 
         def some(count: int) -> None:
-            for first in range(0, width // LANES, PANEL_LANES):
-                columns = range(first, min(first + PANEL_LANES, width // LANES))
+            for columns in _columns(count, width):
 
                 def start(row: int, column: int) -> Any:
                     return load(builder, target, word(row * width + column * LANES), FLOATS)
@@ -172,7 +189,7 @@ def add_values(context, sizes, p, p_at, p_stride, v, v_at, out, rows, ahead):
                     place = builder.add(v_at, builder.mul(index, word(width * inner)))
                     return _plus(builder, place, column * LANES * inner)
 
-                rest = meanwhile if first == 0 else None
+                rest = meanwhile if columns[0] == 0 else None
                 sums = inner_products(
                     builder, limit, range(count), columns, start, (weights, x_at), (values, w_at), step, rest
                 )
@@ -192,13 +209,20 @@ def add_values(context, sizes, p, p_at, p_stride, v, v_at, out, rows, ahead):
     return types.void(sizes, p, types.intp, types.intp, v, types.intp, out, *places[:2]), generate
 
 
+def _columns(count: int, width: int) -> list[range]:
+    """The vectors of `width` columns that are taken at once with so many rows."""
+    vectors, most = width // LANES, PANEL_LANES if count <= FEW else PANEL_LANES // 2
+    return [range(first, min(first + most, vectors)) for first in range(0, vectors, most)]
+
+
 def _for_each_count(builder: Any, rows: Any, emit: Callable[[int], None]) -> None:
-    """Emit a kernel for each number of rows, and the choice among them."""
+    """Emit a kernel for some numbers of rows, and the choice of the least that is enough."""
     end = builder.append_basic_block("end")
     choice = builder.switch(rows, end)
-    for count in range(1, ROWS + 1):
+    for before, count in pairwise((0, *COUNTS)):
         block = builder.append_basic_block(f"rows{count}")
-        choice.add_case(word(count), block)
+        for number in range(before + 1, count + 1):
+            choice.add_case(word(number), block)
         builder.position_at_end(block)
         emit(count)
         builder.branch(end)
@@ -252,45 +276,46 @@ def inner_products(
 
 
 def element_steps(
-    builder: Any, element: Any, panel: Any
+    builder: Any, element: Any, panel: Any, inner: int
 ) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
     """(broadcast of a row's elements, load of a panel's, sum + product) for the element types of rows and panel."""
     small = panel == types.int8
-    if element == types.float32:
+    if element == types.float32 and inner == 1:
         return (
-            lambda base, at: _splat(builder, builder.load(builder.gep(base, [at])), FLOATS),
+            lambda base, at: splat(builder, builder.load(builder.gep(base, [at])), FLOATS),
             lambda base, at: _bytes(builder, base, at, 1)[0] if small else load(builder, base, at, FLOATS),
-            lambda total, a, b: _fma(builder, a, b, total),
+            lambda total, a, b: fma(builder, a, b, total),
         )
+    if element == types.float32:
+
+        def floats(base: Any, at: Any) -> Any:
+            places = (at, builder.add(at, word(1)))
+            return tuple(splat(builder, builder.load(builder.gep(base, [x])), FLOATS) for x in places)
+
+        return (
+            floats,
+            lambda base, at: (
+                _bytes(builder, base, at, 2) if small else _halves(builder, load(builder, base, at, WORDS), panel)
+            ),
+            lambda total, a, b: fma(builder, a[1], b[1], fma(builder, a[0], b[0], total)),
+        )
+
+    kind = ir.FunctionType(FLOATS, [FLOATS, PAIRS, PAIRS])
+    dot = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
 
     def both(base: Any, at: Any) -> Any:
         pointer = builder.bitcast(builder.gep(base, [at]), I32.as_pointer())
-        return _splat(builder, builder.load(pointer, align=2), WORDS)
+        return builder.bitcast(splat(builder, builder.load(pointer, align=2), WORDS), PAIRS)
 
-    if element == types.uint16 and processor_has("avx512bf16"):
-        kind = ir.FunctionType(FLOATS, [FLOATS, PAIRS, PAIRS])
-        dot = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
+    def pairs(base: Any, at: Any) -> Any:
+        if not small:
+            return builder.bitcast(load(builder, base, at, WORDS), PAIRS)
+        # Whole numbers below 256 have nothing in the half of a float that bfloat16 drops.
+        first, second = (builder.bitcast(x, WORDS) for x in _bytes(builder, base, at, 2))
+        low = builder.lshr(first, ir.Constant(WORDS, [16] * LANES))
+        return builder.bitcast(builder.or_(low, second), PAIRS)
 
-        def pairs(base: Any, at: Any) -> Any:
-            if not small:
-                return builder.bitcast(load(builder, base, at, WORDS), PAIRS)
-            # Whole numbers below 256 have nothing in the half of a float that bfloat16 drops.
-            first, second = (builder.bitcast(x, WORDS) for x in _bytes(builder, base, at, 2))
-            low = builder.lshr(first, ir.Constant(WORDS, [16] * LANES))
-            return builder.bitcast(builder.or_(low, second), PAIRS)
-
-        return (
-            lambda base, at: builder.bitcast(both(base, at), PAIRS),
-            pairs,
-            lambda total, a, b: builder.call(dot, [total, a, b]),
-        )
-    return (
-        lambda base, at: _halves(builder, both(base, at), element),
-        lambda base, at: (
-            _bytes(builder, base, at, 2) if small else _halves(builder, load(builder, base, at, WORDS), element)
-        ),
-        lambda total, a, b: _fma(builder, a[1], b[1], _fma(builder, a[0], b[0], total)),
-    )
+    return both, pairs, lambda total, a, b: builder.call(dot, [total, a, b])
 
 
 def _halves(builder: Any, words: Any, element: Any) -> tuple[Any, Any]:
@@ -316,31 +341,9 @@ def _bytes(builder: Any, base: Any, at: Any, inner: int) -> tuple[Any, ...]:
     return builder.sitofp(first, FLOATS), builder.sitofp(second, FLOATS)
 
 
-def _inner(element: Any) -> int:
-    return 1 if element == types.float32 else 2
-
-
-def _pointers(context: Any, builder: Any, signature: Any, arguments: Any) -> list[Any]:
-    """The arguments, arrays as pointers to their first elements."""
-    return [
-        context.make_array(kind)(context, builder, value).data if isinstance(kind, types.Array) else value
-        for kind, value in zip(signature.args, arguments, strict=True)
-    ]
-
-
 def _address(builder: Any, base: Any, at: Any) -> Any:
     return builder.ptrtoint(builder.gep(base, [at]), I64)
 
 
 def _plus(builder: Any, value: Any, offset: int) -> Any:
     return builder.add(value, word(offset)) if offset else value
-
-
-def _splat(builder: Any, value: Any, kind: Any) -> Any:
-    single = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(I32, 0))
-    return builder.shuffle_vector(single, single, ir.Constant(WORDS, [0] * LANES))
-
-
-def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    kind = ir.FunctionType(FLOATS, [FLOATS] * 3)
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.fma.v16f32"), [a, b, c])
