@@ -78,7 +78,7 @@ class ModelShape:
 class Limits:
     """The best rates seen on this machine."""
 
-    flops: float  # floating-point operations a second, in the model's type
+    flops: float  # floating-point operations a second; on a CPU in the model's type or float32, whichever is faster
     read: float  # bytes a second; on a GPU those of a copy, read and written
 
 
@@ -139,7 +139,9 @@ def _measure(shape: ModelShape, dtype: str, device: str, threads: int) -> Limits
     import torch
 
     torch.set_num_threads(threads)
-    place, kind = torch.device(device), getattr(torch, dtype)
+    place, kinds = torch.device(device), {getattr(torch, dtype)}
+    if place.type == "cpu":
+        kinds.add(torch.float32)  # which some processors multiply faster than 16 bits
     hidden, inner = shape.hidden, shape.feed_forward
     square = CUDA_SQUARE if place.type == "cuda" else SQUARE
     sizes = [(square, square, square)]
@@ -147,6 +149,7 @@ def _measure(shape: ModelShape, dtype: str, device: str, threads: int) -> Limits
         sizes += [(rows, hidden, inner), (rows, inner, hidden), (rows, hidden, shape.vocabulary)]
     rates = [
         2 * m * k * n / _best(product, place, SECONDS)
+        for kind in kinds
         for m, k, n in sizes
         for product in _products(m, k, n, kind, place)
     ]

@@ -22,6 +22,7 @@ from batchrun_kernels.cpu.tile import PANEL, element_steps, inner_products
 
 ROWS = 12  # 12 x 2 vectors of sums leave 8 of 32 registers for the operands
 FEW = 4  # up to so many rows, four vectors of sums for each are taken at once, and weights in their order
+BLOCK_ROWS = 8 * ROWS  # which stay in the second level of the cache as float32
 SLOW_TILES = 2  # of rows, in which there is only just time to fetch the coming panel
 
 
@@ -124,6 +125,12 @@ def _held(rows):
     return rows if rows <= FEW else (rows + 1) // 2 * 2
 
 
+@njit(inline="always")
+def _held_rows(rows):
+    """The same for all rows: those of whole tiles, and of the rest."""
+    return rows // ROWS * ROWS + _held(rows % ROWS)
+
+
 @njit(nogil=True, cache=True, fastmath=True, error_model="numpy")
 def pack(x, x_stride, rows, depth, tiles):
     """x [rows, depth], bfloat16 at an address, to float32 tiles [pairs, rows held, 2] of up to 12 rows."""
@@ -145,12 +152,21 @@ def product(x, x_stride, rows, depth, w, bias, add, out, features, kind, first, 
     See product.py.
     """
     sums = np.empty(2 * ROWS * PANEL, dtype=np.float32)
+    room = np.empty(_held_rows(min(rows, BLOCK_ROWS)) * depth, dtype=np.float32)
+    for start in range(0, rows, BLOCK_ROWS):
+        some, skip = min(BLOCK_ROWS, rows - start), 2 * start * features
+        pack(x + 2 * start * x_stride, x_stride, some, depth, room)
+        addends = add + skip if add else 0
+        _block(room, some, depth, w, bias, addends, out + skip, features, kind, first, last, coming, sums)
+
+
+@njit(nogil=True, fastmath=True, error_model="numpy")
+def _block(room, rows, depth, w, bias, add, out, features, kind, first, last, coming, sums):
+    """The product of packed rows; `sums` float32 [2 x 12 x 64] is room."""
     gates, ups = sums[: ROWS * PANEL], sums[ROWS * PANEL :]
-    at, up_at = gates.ctypes.data, ups.ctypes.data
+    at, up_at, packed = gates.ctypes.data, ups.ctypes.data, room.ctypes.data
     tiles, panel_bytes, width = (rows + ROWS - 1) // ROWS, depth * PANEL * 2, 2 * features
-    room = np.empty(tiles * ROWS * depth, dtype=np.float32)
-    pack(x, x_stride, rows, depth, room)
-    packed, lines = room.ctypes.data, 2 if tiles <= SLOW_TILES else 1
+    lines = 2 if tiles <= SLOW_TILES else 1
     for panel in range(first, last):
         place, column = w + panel * panel_bytes, 2 * panel * PANEL
         up = place + features // PANEL * panel_bytes
