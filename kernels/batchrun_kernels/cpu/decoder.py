@@ -27,6 +27,7 @@ from batchrun_kernels.cpu.scalar import narrow, widen
 from batchrun_kernels.cpu.team import (
     DONE,
     JOB,
+    LEADING,
     SPINS,
     STOP,
     THREADS,
@@ -35,6 +36,7 @@ from batchrun_kernels.cpu.team import (
     load_acquire,
     publish,
     relax,
+    store_release,
     wait_for,
 )
 
@@ -97,6 +99,7 @@ def run_layer(sizes, control, layer, reals, step, x, out, cos, sin, rotary):
 
     cos and sin [T, rotary], bfloat16 at addresses. The phases and their numbers are those of `FusedLayer`.
     """
+    store_release(control, LEADING, 1)
     tokens, hidden = step[TOKENS], layer[HIDDEN]
     heads, mixed = _heads_width(layer), layer[HEADS] * layer[DIM]
     apart = tokens >= OWN_ROWS * control[THREADS]
@@ -130,6 +133,7 @@ def run_layer(sizes, control, layer, reals, step, x, out, cos, sin, rotary):
             _product(
                 sizes, control, layer, step[GATED], rows, layer[INNER], DOWN, step[RESIDUAL], out + skip, hidden, NONE
             )
+    store_release(control, LEADING, 0)
 
 
 @njit(nogil=True, cache=True)
@@ -171,7 +175,7 @@ def follow(sizes, control):
             fetch_add(control, DONE, 1)
             idle = 0
         else:
-            idle += 1
+            idle = 0 if load_acquire(control, LEADING) else idle + 1
             relax()
 
 

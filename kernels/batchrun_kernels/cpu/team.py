@@ -3,8 +3,8 @@
 A step of a small model makes a hundred calls of tens of microseconds, so handing each to a thread pool costs more than
 the second core brings, and OpenMP's barriers stand still when something else takes a core for a moment. Here a call is
 cut into pieces that whoever is awake claims one by one: the caller alone can do all of them, and waits only for
-pieces that another has begun. Followers spin for some milliseconds after the last piece, then sleep until they are
-woken for the next step. torch should have one thread: two sets of spinning threads stand in each other's way.
+pieces that another has begun. Followers spin as long as the leader is in such a call, since it may be at a long piece
+of its own, and some milliseconds longer, then sleep until they are woken for the next one. torch should have one thread: two sets of spinning threads stand in each other's way.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 # Places in the control block, an int64 array. Those that several threads write lie in cache lines of their own.
-TICKET, DONE, STOP, THREADS, JOB = 0, 8, 16, 17, 24
+TICKET, DONE, STOP, THREADS, LEADING, JOB = 0, 8, 16, 17, 18, 24
 CONTROL_WORDS = 64
 # The ticket: calls so far | pieces of this call | next piece to claim, so that one atomic addition claims a piece of
 # the call it belongs to, and of no later one.
 PIECE_BITS = 20
 PIECE_MASK = 2**PIECE_BITS - 1
-SPINS = 60_000  # looks at the ticket before a follower goes to sleep: some milliseconds
+SPINS = 60_000  # looks at the ticket outside of calls before a follower goes to sleep: some milliseconds
 
 
 @intrinsic
