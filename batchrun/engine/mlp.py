@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from batchrun.engine.linear import PackedLinear
-from batchrun_kernels.cpu.layer import gelu_tanh_and_mul, silu_and_mul
 from batchrun_kernels.cpu.after import GELU_TANH, SILU
+from batchrun_kernels.cpu.layer import gelu_tanh_and_mul, silu_and_mul
 from batchrun_kernels.cpu.scalar import elements
 
 

@@ -18,6 +18,8 @@ from batchrun.engine.kv_layout import KvLayout
 from batchrun.engine.params import Request
 from batchrun.engine.sequence import Sequence
 from batchrun.engine.slots import Slots
+from batchrun_kernels.cpu import attention as cpu_kernels
+from batchrun_kernels.cpu.product import has_bfloat16_products
 
 CPU = torch.device("cpu")
 
@@ -216,12 +218,27 @@ def test_half_precision_stays_near_the_exact_result(backend_class: type[Attentio
     ],
     ids=["nine heads", "window", "softcap and sinks"],
 )
-@pytest.mark.parametrize("chunks", [(300,), (1,), (37, 1, 8)], ids=str)
+@pytest.mark.parametrize(
+    ("unit", "chunks"),
+    [
+        ("the fastest", (300,)),
+        ("the fastest", (1,)),
+        ("the fastest", (37, 1, 8)),
+        ("pairs", (37, 1, 8)),
+        ("floats", (37, 1, 8)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("prefix", [0, 2])
-def test_shapes_of_the_matrix_unit(
-    shape: Shape, chunks: tuple[int, ...], prefix: int, monkeypatch: pytest.MonkeyPatch
+def test_units_that_multiply_bfloat16(
+    shape: Shape, unit: str, chunks: tuple[int, ...], prefix: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Heads and blocks in whole tiles, in bfloat16: computed with AMX where there is one."""
+    """Heads and blocks in whole tiles: computed with AMX where there is one, and with either kind of vectors."""
+    if unit != "the fastest":
+        monkeypatch.setattr(cpu, "has_matrix_unit", lambda: False)
+        monkeypatch.setattr(cpu_kernels, "pairs_at_full_rate", lambda: unit == "pairs")
+    if unit == "pairs" and not has_bfloat16_products():
+        pytest.skip("this processor has no AVX512-BF16")
     monkeypatch.setattr(cpu, "MIN_GROUP_ROWS", 2)
     monkeypatch.setattr(cpu, "MIN_SAVED_BLOCKS", 1)
     rows = Rows(replace(shape, lengths=(210, 197, 250) if prefix else (3, 70, 150)), seed=4, shared=prefix)

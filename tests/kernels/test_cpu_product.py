@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from batchrun.engine.linear import PackedHead, PackedLinear
-from batchrun_kernels.cpu import product
+from batchrun_kernels.cpu import pairs, product, wide
 from batchrun_kernels.cpu.after import GELU_TANH, NONE, SILU
+from batchrun_kernels.cpu.amx import has_matrix_unit
 
 ROUNDING = 2**-8  # of bfloat16, relative to the largest result
 
@@ -33,13 +34,21 @@ def assert_close(result: torch.Tensor, expected: torch.Tensor) -> None:
     assert (result.double() - expected).abs().max() <= ROUNDING * expected.abs().max()
 
 
+@pytest.fixture(params=[pairs, wide], ids=["pairs", "wide"])
+def in_panels_of_64(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products by one of the two ways that vectors have, whichever is this processor's."""
+    if has_matrix_unit():
+        pytest.skip("a processor with AMX lays weights out in other panels")
+    monkeypatch.setattr(product, "product", request.param.product)
+
+
 @needs_bfloat16
 @pytest.mark.parametrize("rows", [1, 2, 5, 6, 7, 13, 24, 55, 130])
 @pytest.mark.parametrize(("features", "depth"), [(64, 32), (192, 96), (576, 1536)])
-def test_product(rows: int, features: int, depth: int) -> None:
+def test_product(rows: int, features: int, depth: int, in_panels_of_64: None) -> None:
     x, w, add, bias = random(rows, depth), random(features, depth), random(rows, features), random(features)
     linear = packed(w, bias)
-    assert linear.kernel is not None
+    assert linear.kernel is product
     expected = x.double() @ w.double().T + bias.double()
     assert_close(linear._own(x, None, NONE), expected)
     assert_close(linear._own(x, add, NONE), expected + add.double())
@@ -47,7 +56,7 @@ def test_product(rows: int, features: int, depth: int) -> None:
 
 @needs_bfloat16
 @pytest.mark.parametrize("rows", [1, 8, 33])
-def test_gated_product(rows: int) -> None:
+def test_gated_product(rows: int, in_panels_of_64: None) -> None:
     x, w, bias = random(rows, 64), random(256, 64), random(256)
     linear = packed(w, bias)
     gate, up = (x.double() @ w.double().T + bias.double()).chunk(2, dim=1)
@@ -59,9 +68,19 @@ def test_gated_product(rows: int) -> None:
 
 
 @needs_bfloat16
-def test_rows_may_lie_apart() -> None:
-    wide, w = random(9, 200), random(64, 96)
-    assert_close(packed(w)._own(wide[:, 50:146], None, NONE), wide[:, 50:146].double() @ w.double().T)
+def test_rows_may_lie_apart(in_panels_of_64: None) -> None:
+    x, w = random(9, 200), random(64, 96)
+    assert_close(packed(w)._own(x[:, 50:146], None, NONE), x[:, 50:146].double() @ w.double().T)
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("rows", [*range(1, 14), 23, 97])
+def test_a_row_has_the_same_bits_beside_any_others(rows: int, in_panels_of_64: None) -> None:
+    x, w = random(130, 96), random(128, 96)
+    linear = packed(w)
+    whole = linear._own(x, None, NONE)
+    for start in (0, 5, 130 - rows):
+        assert torch.equal(linear._own(x[start : start + rows], None, NONE), whole[start : start + rows])
 
 
 @needs_bfloat16

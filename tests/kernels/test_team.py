@@ -8,11 +8,16 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 from numba import njit
 
+from batchrun_kernels.cpu import decoder
+from batchrun_kernels.cpu.attention import PageShape
 from batchrun_kernels.cpu.team import (
+    CONTROL_WORDS,
     DONE,
     JOB,
+    LEADING,
     SPINS,
     STOP,
     Team,
@@ -87,3 +92,18 @@ def test_a_closed_team_ends_its_threads() -> None:
     for thread in threads:
         thread.join(10)
     assert not any(thread.is_alive() for thread in threads)
+
+
+def test_followers_stay_awake_while_the_leader_is_in_a_call() -> None:
+    """It may be at a piece that takes it longer than they look for work, and has more for them afterwards."""
+    control = np.zeros(CONTROL_WORDS, dtype=np.int64)
+    sizes = PageShape(32, 1, 64, 64, 2).sizes(torch.bfloat16)
+    decoder.follow(sizes, control)  # compiled, and nobody leads: it gives up by itself
+    control[LEADING] = 1
+    follower = threading.Thread(target=decoder.follow, args=(sizes, control), daemon=True)
+    follower.start()
+    follower.join(1)
+    assert follower.is_alive()
+    control[LEADING] = 0
+    follower.join(60)
+    assert not follower.is_alive()

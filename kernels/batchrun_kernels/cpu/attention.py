@@ -84,8 +84,8 @@ class PageShape(NamedTuple):
     def sizes(self, dtype: torch.dtype, matrix_unit: bool = False, pairs_unit: bool | None = None) -> Array:
         """What `attend` is compiled for, for elements of a type.
 
-        Of bfloat16, `matrix_unit` is with AMX, if the shape fits it, and `pairs_unit` with AVX512-BF16, which is left to
-        the processor unless it is given.
+        Of bfloat16, `matrix_unit` is with AMX, if the shape fits it, and `pairs_unit` with AVX512-BF16, which is left
+        to the processor unless it is given.
         """
         _, panels, pairs, lanes, inner = self.keys
         slots, width = panels * lanes, self.values[2]
@@ -235,7 +235,9 @@ def attend(
                         before = top[r]
                         if scaled or softcap > 0:
                             _prepare(scores[r], k_scales, scale, softcap)
-                        top[r], added = _weigh(scores, weights, v_scales, v_pages, r * stride, a, b, stride, factor, before)
+                        top[r], added = _weigh(
+                            scores, weights, v_scales, v_pages, r * stride, a, b, stride, factor, before
+                        )
                         if top[r] > before:
                             shrink, row = exp2(before - top[r]), out[r]
                             total[r] *= shrink
@@ -285,9 +287,7 @@ def _prepare(scores, k_scales, scale, softcap):
             scores[j] *= k_scales[j]
     if softcap > 0:
         for j in range(scores.shape[0]):
-            scores[j] = np.float32(softcap) * np.float32(
-                math.tanh(scores[j] * np.float32(scale) / np.float32(softcap))
-            )
+            scores[j] = np.float32(softcap) * np.float32(math.tanh(scores[j] * np.float32(scale) / np.float32(softcap)))
 
 
 @njit(inline="always", error_model="numpy")

@@ -20,9 +20,9 @@ from numba import carray, njit, types
 from numba.extending import intrinsic
 
 from batchrun_kernels.cpu import matrix, product
+from batchrun_kernels.cpu.after import NONE
 from batchrun_kernels.cpu.attention import attend, write_pages
 from batchrun_kernels.cpu.layer import rms_norm, rotate
-from batchrun_kernels.cpu.after import NONE
 from batchrun_kernels.cpu.scalar import narrow, widen
 from batchrun_kernels.cpu.team import (
     DONE,

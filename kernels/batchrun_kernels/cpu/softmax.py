@@ -58,9 +58,7 @@ def weigh(context, scores, at, a, b, factor, top, weights, scales, values, count
         source, at, a, b, factor, top, target, by = pointers(context, builder, signature, arguments)[:8]
         minus, factors = splat(builder, builder.fneg(top), FLOATS), splat(builder, factor, FLOATS)
         zero = ir.Constant(FLOATS, [0.0] * LANES)
-        sums = [
-            _power(builder, fma(builder, line, factors, minus)) for line in _scores(builder, source, at, vectors)
-        ]
+        sums = [_power(builder, fma(builder, line, factors, minus)) for line in _scores(builder, source, at, vectors)]
         if not every:
             sums = [builder.select(mask, x, zero) for mask, x in zip(_seen(builder, a, b, vectors), sums, strict=True)]
         for index, line in enumerate(sums):
@@ -85,9 +83,7 @@ def _scores(builder: Any, source: Any, at: Any, vectors: int) -> list[Any]:
 
 def _seen(builder: Any, a: Any, b: Any, vectors: int) -> list[Any]:
     """Masks of the lanes from a to b: lane - a < b - a, both taken for unsigned."""
-    start, length = (
-        splat(builder, builder.trunc(x, WORDS.element), WORDS) for x in (a, builder.sub(b, a))
-    )
+    start, length = (splat(builder, builder.trunc(x, WORDS.element), WORDS) for x in (a, builder.sub(b, a)))
     lanes = [ir.Constant(WORDS, [LANES * index + lane for lane in range(LANES)]) for index in range(vectors)]
     return [builder.icmp_unsigned("<", builder.sub(each, start), length) for each in lanes]
 

@@ -4,7 +4,8 @@ A step of a small model makes a hundred calls of tens of microseconds, so handin
 the second core brings, and OpenMP's barriers stand still when something else takes a core for a moment. Here a call is
 cut into pieces that whoever is awake claims one by one: the caller alone can do all of them, and waits only for
 pieces that another has begun. Followers spin as long as the leader is in such a call, since it may be at a long piece
-of its own, and some milliseconds longer, then sleep until they are woken for the next one. torch should have one thread: two sets of spinning threads stand in each other's way.
+of its own, and some milliseconds longer, then sleep until they are woken for the next one. torch should have one
+thread: two sets of spinning threads stand in each other's way.
 """
 
 from __future__ import annotations

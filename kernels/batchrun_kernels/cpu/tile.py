@@ -164,9 +164,7 @@ def add_values(context, sizes, p, p_at, p_stride, v, v_at, out, rows, ahead):
     slots, width, inner = (size_of(sizes, name) for name in ("slots", "width", "inner"))
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _, weights, p_at, p_stride, values, v_at, target, rows, ahead = pointers(
-            context, builder, signature, arguments
-        )
+        _, weights, p_at, p_stride, values, v_at, target, rows, ahead = pointers(context, builder, signature, arguments)
         limit, step = ir.Constant(I64, slots // inner), element_steps(builder, p.dtype, v.dtype, inner)
         line_bytes = width * inner * (v.dtype.bitwidth // 8)
 
