@@ -36,6 +36,7 @@ class PagedModel:
         self.vocab_size: int = module.get_input_embeddings().weight.shape[0]
         self.backend: AttentionBackend | None = None
         self.feedback: Feedback | None = None  # of steps that take tokens which the host has not read
+        self.invariant = False  # whether a row has the same bits whatever is computed beside it
         self._head = Head(module)
         self._staging = Staging(self.device)
         self._staged: tuple[np.ndarray, torch.Tensor] | None = None  # places of logits: on the host, on the device

@@ -59,8 +59,8 @@ def invariant_backend(backend: type[AttentionBackend]) -> type[AttentionBackend]
         return backend
     if backend.name != "triton":
         raise ConfigError(
-            f"engine.batch_invariant=true is not there for attention by {backend.name}: use engine.attention=triton on a "
-            "GPU and engine.attention=cpu on a CPU, where this model can have them, or engine.batch_invariant=false"
+            f"engine.batch_invariant=true is not there for attention by {backend.name}: use engine.attention=triton on "
+            "a GPU and engine.attention=cpu on a CPU, where this model can have them, or engine.batch_invariant=false"
         )
     from batchrun.engine.attention.triton import Fp8Attention, InvariantAttention, InvariantFp8Attention
 
@@ -73,8 +73,8 @@ def page_size(config: EngineConfig, backend: type[AttentionBackend]) -> int:
     size = config.block_size or max(least, backend.page_size)
     if size < least:
         raise ConfigError(
-            f"engine.batch_invariant=true needs engine.block_size={least} or more, not {size}: the attention on a CPU sums "
-            "smaller pages together, in groups that depend on the batch"
+            f"engine.batch_invariant=true needs engine.block_size={least} or more, not {size}: the attention on a CPU "
+            "sums smaller pages together, in groups that depend on the batch"
         )
     if size % backend.page_multiple:
         raise ConfigError(

@@ -253,8 +253,8 @@ class Fp8Attention(TritonAttention):
 
 
 class InvariantAttention(TritonAttention):
-    """The same pages, and one kernel for all rows, which walks over the keys of each in one order: no chunks of keys that
-    are put together, no prefixes read together."""
+    """The same pages, and one kernel for all rows, which walks over the keys of each in one order: no chunks of keys
+    that are put together, no prefixes read together."""
 
     invariant = True
 
