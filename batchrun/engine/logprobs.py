@@ -54,7 +54,7 @@ def likeliest(logits: torch.Tensor, count: int, exact: bool = False) -> tuple[to
     token = torch.arange(logits.shape[-1], device=logits.device)
     found = []
     for rows in logits.split(EXACT_ROWS):
-        bits = rows.float().view(torch.int32)
+        bits = (rows.float() + 0.0).view(torch.int32)  # -0 is 0
         ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as integers they compare like the numbers
         keys = (ordered.long() << 32) + (LAST_ID - token)
         found.append(LAST_ID - (keys.topk(count, dim=-1).values & LAST_ID))
