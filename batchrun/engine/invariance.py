@@ -88,10 +88,10 @@ def make_invariant(model: PagedModel, backend: type[AttentionBackend]) -> None:
 
     Raises ConfigError for a mixture of experts on a CPU, whose products have the rows that chose an expert.
     """
-    model.invariant = True
     if not issubclass(backend, CpuAttention):
         from batchrun.engine.invariance_device import fix_modules
 
+        model.invariant = True
         fix_modules(model)
         return
     if any(name.endswith("experts") for name, _ in model.module.named_modules()):
