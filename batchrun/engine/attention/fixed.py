@@ -16,7 +16,7 @@ from batchrun.engine.attention.triton import TritonAttention, whole_columns
 from batchrun.engine.batch import Batch
 from batchrun.engine.fixed_inputs import Field, FixedInputs
 from batchrun_kernels.decode_plan import PROGRAMS_PER_SM, DecodePlan, plan_decode
-from batchrun_kernels.paged import KvPages, Rows
+from batchrun_kernels.paged import KvPages, Rows, head_dim_of
 from batchrun_kernels.paged_prefill import PrefillPlan, plan_prefill
 
 
@@ -104,12 +104,9 @@ class _Work:
 class _WholeRows:
     """The same for InvariantAttention, which does not divide the keys of a row: no length changes the list."""
 
-    def __init__(
-        self, heads: int, window: int | None, pages: KvPages, itemsize: int, most_rows: int, num_sms: int
-    ) -> None:
+    def __init__(self, heads: int, pages: KvPages, itemsize: int, most_rows: int) -> None:
         once, group = np.ones(most_rows, dtype=np.int64), heads // pages.keys.shape[2]
-        head_dim = max(pages.keys.shape[3], pages.values.shape[3])
-        self._plan = plan_prefill(once, once, group, head_dim, itemsize, device=pages.keys.device)
+        self._plan = plan_prefill(once, once, group, head_dim_of(pages), itemsize, device=pages.keys.device)
         self._tiles = len(self._plan.tiles) // most_rows  # of each row
 
     def fill(self, lens: np.ndarray) -> None:
@@ -177,9 +174,13 @@ class FixedDecode(TritonAttention):
     def _plan(self, table: Any, kind: Any, pages: KvPages, *_: Any) -> Any:
         """Layers of a kind attend for the first time: their list of work gets its memory."""
         if kind not in self._work:
-            make = _WholeRows if self.invariant else _Work
-            self._work[kind] = make(kind.heads, kind.window, pages, self.dtype.itemsize, self.most_rows, self.num_sms)
+            self._work[kind] = self._new_work(kind, pages)
             self._work[kind].fill(self._lens)
         number = next(i for i, each in enumerate(self._tables) if each is table)
         self._kinds_of[number].add(kind)
         return self._work[kind].plans(len(table.slot_mapping))
+
+    def _new_work(self, kind: Any, pages: KvPages) -> _Work | _WholeRows:
+        if self.invariant:
+            return _WholeRows(kind.heads, pages, self.dtype.itemsize, self.most_rows)
+        return _Work(kind.heads, kind.window, pages, self.dtype.itemsize, self.most_rows, self.num_sms)
