@@ -16,7 +16,8 @@ def plan_of(case: Case) -> PrefillPlan:
     group = case.q.shape[1] // case.pages.keys.shape[2]
     head_dim = max(case.pages.keys.shape[3], case.pages.values.shape[3])
     lens = case.rows.seq_lens.tolist(), case.rows.query_lens.tolist()
-    return plan_prefill(*lens, group, head_dim, case.q.element_size(), window=case.scoring.window)
+    sizes = group, head_dim, case.q.element_size()
+    return plan_prefill(*lens, *sizes, window=case.scoring.window, device=case.q.device)
 
 
 def check(case: Case) -> None:
