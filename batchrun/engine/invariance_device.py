@@ -30,9 +30,10 @@ PRODUCTS = {
     **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv"), 1),
 }
 SUMS = {"mean", "sum", "var", "std", "var_mean", "norm", "linalg_vector_norm", "logsumexp", "prod"}
+SCANS = {"cumsum", "cumprod", "logcumsumexp"}
 REFUSED = {
-    *("_grouped_mm", "_scaled_mm", "_linear_pointwise", "einsum", "scaled_dot_product_attention", "cumsum", "cumprod"),
-    *("convolution", "conv1d", "index_add", "index_add_", "scatter_add", "scatter_add_", "scatter_reduce"),
+    *("_grouped_mm", "_scaled_mm", "_linear_pointwise", "einsum", "scaled_dot_product_attention", "convolution"),
+    *("conv1d", "index_add", "index_add_", "scatter_add", "scatter_add_", "scatter_reduce"),
 }
 
 
@@ -128,7 +129,9 @@ def _is_product(name: str, args: Any) -> bool:
 
 
 def _is_long_sum(name: str, args: Any, out: Any) -> bool:
-    if name not in SUMS or not args[0].is_floating_point():
+    if name not in SUMS | SCANS or not args[0].is_floating_point():
         return False
+    if name in SCANS:
+        return True
     results = out if isinstance(out, torch.Tensor) else out[0]
     return bool(args[0].numel() > SHORT * results.numel())
