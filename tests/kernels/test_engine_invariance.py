@@ -45,7 +45,7 @@ def _on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (executor, feedback, layers, likelihoods, logprobs, sampler):
         monkeypatch.setattr(module, "runs_triton", lambda device: True)
     monkeypatch.setattr(loading, "check_model", lambda model, backend: None)
-    monkeypatch.setattr(invariance, "ON_DEVICE", Trial((34, 33), (32,)))
+    monkeypatch.setattr(invariance, "ON_DEVICE", Trial((18, 17), (16,)))
     pack = PackedLinear.__init__
 
     def unpacked(self: PackedLinear, linears: Sequence[Any]) -> None:
