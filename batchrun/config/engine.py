@@ -11,7 +11,6 @@ ATTENTION = ("auto", "torch", "cpu", "triton", "flash_attn", "flashinfer")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 SWITCH = ("auto", "on", "off")
 YAML_SWITCH = {"True": "on", "False": "off"}  # what YAML makes of the bare words
-INVARIANT_BLOCK_SIZE = 128  # tokens, as many as the CPU's attention looks at together
 
 
 @dataclass
@@ -47,7 +46,7 @@ class EngineConfig:
         True, "rebuild decoder layers with merged products, where they compute the same", identity=False
     )
     batch_invariant: bool = setting(
-        False, "bitwise the same completion of a row in any batch, on one thread of the CPU", identity=True
+        False, "bitwise the same completion of a row in any batch; on a CPU, each engine has one thread", identity=True
     )
     overlap: str = setting(
         "auto", "plan a step while the device computes the one before: on, off, or auto (on a GPU)", identity=False
@@ -68,11 +67,6 @@ class EngineConfig:
         one_of("engine.overlap", self.overlap, SWITCH)
         one_of("engine.cuda_graphs", self.cuda_graphs, SWITCH)
         in_range("engine.block_size", self.block_size, 1, 1024)
-        if self.batch_invariant and self.block_size is not None and self.block_size < INVARIANT_BLOCK_SIZE:
-            raise ConfigError(
-                f"engine.batch_invariant=true needs engine.block_size={INVARIANT_BLOCK_SIZE} or more, not "
-                f"{self.block_size}: the attention sums smaller pages together, in groups that depend on the batch"
-            )
         in_range("engine.num_blocks", self.num_blocks, 2)
         in_range("engine.swap_space", self.swap_space, 0)
         in_range("engine.max_num_seqs", self.max_num_seqs, 1, 65536)

@@ -109,9 +109,10 @@ def paged_logits(
     prompts: list[np.ndarray],
     chunk: int,
     max_window: int | None = None,
+    block_size: int | None = None,
 ) -> torch.Tensor:
     """float32 logits [rows, vocabulary] of the last token of each prompt, fed in steps of `chunk` tokens."""
-    size = max(BLOCK_SIZE, backend.page_multiple)
+    size = block_size or max(BLOCK_SIZE, backend.page_multiple)
     per_row, groups = -(-max(map(len, prompts)) // size), model.kv_layout.groups
     per_table, tables = per_row * len(prompts), model.kv_layout.num_tables
     pages = backend(model.layers, per_table * tables, size, model.dtype, model.device)

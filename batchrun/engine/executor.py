@@ -122,7 +122,10 @@ class Executor:
         asking = np.flatnonzero(slots.num_logprobs[rows] >= 0)
         if len(asking) or (slots.edited[rows] | (slots.min_tokens[rows] > 0)).any():
             logits = logits.float()
-        logprobs = StepLogprobs(logits, asking, int(slots.num_logprobs[rows].max())) if len(asking) else None
+        logprobs = None
+        if len(asking):
+            most = int(slots.num_logprobs[rows].max())
+            logprobs = StepLogprobs(logits, asking, most, exact=self.model.invariant)
         edited = edit_logits(logits, slots, rows, self._counts)
         if masks is not None:
             masks.apply(logits)

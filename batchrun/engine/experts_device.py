@@ -13,9 +13,11 @@ import torch
 from batchrun.engine.experts import pack_experts
 from batchrun.engine.layers_device import ACTIVATIONS as KERNEL_NAMES
 from batchrun.engine.mlp import ACTIVATIONS
-from batchrun_kernels.grouped_gemm import down_experts, gate_up_experts, route
+from batchrun_kernels.grouped_gemm import Tiles, down_experts, gate_up_experts, route, tiles_of
 
 log = logging.getLogger(__name__)
+
+FIXED_ROWS = 64  # of a tile, where it must not depend on how many tokens an expert has
 
 
 class GroupedExperts(torch.nn.Module):
@@ -26,6 +28,12 @@ class GroupedExperts(torch.nn.Module):
         super().__init__()
         self.gate_up_proj, self.down_proj = module.gate_up_proj, module.down_proj
         self.activation = KERNEL_NAMES[ACTIVATIONS[type(module.act_fn).__name__].kind]
+        self.tiles: list[Tiles | None] = [None, None]  # of both products; None: what suits the number of tokens
+
+    def fix_tiles(self) -> None:
+        """From now on the same tiles for any number of tokens."""
+        experts, size = len(self.down_proj), self.down_proj.element_size()
+        self.tiles = [tiles_of(FIXED_ROWS * experts, experts, size, gated=gated) for gated in (True, False)]
 
     def forward(self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """x [T, H], the k experts of each token [T, k] and their weights [T, k] -> [T, H].
@@ -33,8 +41,8 @@ class GroupedExperts(torch.nn.Module):
         An index past the last expert stands for none.
         """
         routing = route(top_k_index, len(self.down_proj))
-        gated = gate_up_experts(x, self.gate_up_proj, routing, self.activation)
-        each = down_experts(gated, self.down_proj, routing, top_k_weights.contiguous())
+        gated = gate_up_experts(x, self.gate_up_proj, routing, self.activation, tiles=self.tiles[0])
+        each = down_experts(gated, self.down_proj, routing, top_k_weights.contiguous(), tiles=self.tiles[1])
         return each.view(len(x), routing.top_k, x.shape[1]).sum(1)
 
 

@@ -79,7 +79,8 @@ class DecodeGraphs:
         self._recorder = recorder
         self._expected_steps = expected_steps
         self._block_size = backend.block_size
-        self._whole = [group.window is None for group in backend.layout.groups for _ in range(group.tables)]
+        shares = not backend.invariant  # pages among rows
+        self._whole = [shares and group.window is None for group in backend.layout.groups for _ in range(group.tables)]
         self._attention = FixedDecode(backend, slots.capacity, -(-max_model_len // backend.block_size))
         fields = {name: Field((slots.capacity,), dtype) for name, (dtype, _) in FIELDS.items()}
         self._inputs = FixedInputs(fields, model.device)

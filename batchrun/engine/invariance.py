@@ -1,17 +1,18 @@
 """`engine.batch_invariant=true`: a row gets bitwise the same completion in whatever batch it is computed.
 
 A library chooses by the shape of a product how it sums, so a token's numbers depend on how many tokens are computed
-with it (He and Thinking Machines, "Defeating Nondeterminism in LLM Inference", 2025). Here each product gets a fixed
-number of rows, padded with zeros, in one thread. Our own kernels sum every row in one order whatever is beside it, and
-the attention takes the pages of a row one after the other, shared or not. That nothing else in a model looks at the
-batch is tried when it is loaded.
+with it (He and Thinking Machines, "Defeating Nondeterminism in LLM Inference", 2025). On a CPU each product gets a
+fixed number of rows, padded with zeros, in one thread; on a GPU it goes through a kernel of our own. Our own kernels
+sum every row in one order whatever is beside it, and the attention takes the pages of a row one after the other, shared
+or not. That nothing else in a model looks at the batch is tried when it is loaded.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +20,8 @@ import torch
 from batchrun.config import EngineConfig
 from batchrun.engine.acceptance import paged_logits
 from batchrun.engine.attention.base import AttentionBackend
+from batchrun.engine.attention.cpu import CpuAttention
+from batchrun.engine.checkpoint import position_limit
 from batchrun.engine.linear import PackedLinear
 from batchrun.engine.model import PagedModel
 from batchrun.errors import ConfigError
@@ -26,8 +29,17 @@ from batchrun.errors import ConfigError
 log = logging.getLogger(__name__)
 
 ROWS = 16  # of every product that the library computes
-LENGTHS = (40, 17, 19, 33)  # of the rows that are tried: prompts beside tokens that decode
-CHUNKS = (1, 7, 40)
+
+
+class Trial(NamedTuple):
+    """Rows that are computed alone and together: prompts beside tokens that decode."""
+
+    lengths: tuple[int, ...]
+    chunks: tuple[int, ...]  # most tokens of a row in a step
+
+
+ON_CPU = Trial((40, 17, 19, 33), (1, 7, 40))
+ON_DEVICE = Trial((150, 67, 130, 65), (13, 64, 129))  # more keys and rows than kernels have in a tile
 
 
 class FixedRows:
@@ -56,25 +68,32 @@ class FixedRows:
 def check_setting(config: EngineConfig, device: torch.device, adapters: bool, encodes: bool) -> None:
     """Raise ConfigError for settings that batch invariance is not there for."""
     wrong = None
-    if device.type != "cpu":
-        wrong = f"model.device={device}", "model.device=cpu, as the products of a GPU's library depend on the batch"
-    elif config.attention not in ("auto", "cpu"):
-        wrong = f"engine.attention={config.attention}", "engine.attention=cpu"
+    ours = "cpu" if device.type == "cpu" else "triton"
+    if device.type not in ("cpu", "cuda"):
+        wrong = f"model.device={device}", "model.device=cpu or cuda"
+    elif config.attention not in ("auto", "triton", ours):
+        wrong = f"engine.attention={config.attention}", f"engine.attention={ours}"
     elif adapters:
         wrong = "model.adapters", "model.adapter, which is merged into the weights"
     elif encodes:
         wrong = "a model that gives vectors", "engine.batch_invariant=false"
-    elif not config.fused_layers:
+    elif device.type == "cpu" and not config.fused_layers:
         wrong = "engine.fused_layers=false", "engine.fused_layers=true"
     if wrong:
         raise ConfigError(f"engine.batch_invariant=true is not there for {wrong[0]}: use {wrong[1]}")
 
 
-def make_invariant(model: PagedModel) -> None:
+def make_invariant(model: PagedModel, backend: type[AttentionBackend]) -> None:
     """Let every product and norm of the model compute a fixed number of rows, or our own kernel any number.
 
-    Raises ConfigError for a mixture of experts, whose products have the rows that chose an expert.
+    Raises ConfigError for a mixture of experts on a CPU, whose products have the rows that chose an expert.
     """
+    if not issubclass(backend, CpuAttention):
+        from batchrun.engine.invariance_device import fix_modules
+
+        model.invariant = True
+        fix_modules(model)
+        return
     if any(name.endswith("experts") for name, _ in model.module.named_modules()):
         raise ConfigError(
             f"engine.batch_invariant=true is not there for the experts of {model.module.config.model_type}, which take "
@@ -90,18 +109,28 @@ def _fix_rows(module: Any) -> None:
     module.forward = FixedRows(module.forward, whole=getattr(module, "kernel", None) is not None)
 
 
-def check_invariance(model: PagedModel, backend: type[AttentionBackend]) -> None:
+def check_invariance(model: PagedModel, backend: type[AttentionBackend], block_size: int | None = None) -> None:
     """Raise ConfigError unless rows have the same bits alone, together, and in steps of any size."""
-    generator = np.random.default_rng(1)
-    prompts = [generator.integers(0, model.vocab_size, size=length, dtype=np.int32) for length in LENGTHS]
-    alone = torch.cat([paged_logits(model, backend, [prompt], max(CHUNKS)) for prompt in prompts])
-    for chunk in CHUNKS:
-        together = paged_logits(model, backend, prompts, chunk)
+    on_cpu, family = issubclass(backend, CpuAttention), model.module.config.model_type
+    trial, generator = ON_CPU if on_cpu else ON_DEVICE, np.random.default_rng(1)
+    limit = position_limit(model.module.config.get_text_config(decoder=True)) or max(trial.lengths)
+    lengths = [min(length, limit) for length in trial.lengths]
+    prompts = [generator.integers(0, model.vocab_size, size=length, dtype=np.int32) for length in lengths]
+    with nullcontext() if on_cpu else _watched(family):
+        alone = torch.cat([paged_logits(model, backend, [x], max(lengths), block_size=block_size) for x in prompts])
+    for chunk in trial.chunks:
+        together = paged_logits(model, backend, prompts, chunk, block_size=block_size)
         if not torch.equal(together, alone):
             off = float((together - alone).abs().max())
             raise ConfigError(
-                "engine.batch_invariant=true cannot be kept on this processor: logits of a row of "
-                f"{model.module.config.model_type} in {model.dtype}, alone and in a batch, differ by up to {off:.2g}. "
-                "Use engine.batch_invariant=false, or another model.dtype"
+                f"engine.batch_invariant=true cannot be kept on this processor: logits of a row of {family} in "
+                f"{model.dtype}, alone and in a batch, differ by up to {off:.2g}. Use engine.batch_invariant=false, or "
+                "another model.dtype"
             )
-    log.info("rows have the same bits alone, together and in steps of %s tokens", ", ".join(map(str, CHUNKS)))
+    log.info("rows have the same bits alone, together and in steps of %s tokens", ", ".join(map(str, trial.chunks)))
+
+
+def _watched(family: str) -> Any:
+    from batchrun.engine.invariance_device import WatchedStep
+
+    return WatchedStep(family)

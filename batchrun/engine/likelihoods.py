@@ -12,6 +12,7 @@ import torch
 from batchrun.engine.batch import Batch
 from batchrun.engine.continuations import Scoring
 from batchrun.engine.device import runs_triton
+from batchrun.engine.logprobs import likeliest
 from batchrun.engine.model import PagedModel
 from batchrun.engine.sequence import Sequence
 from batchrun.engine.slots import Slots
@@ -37,8 +38,10 @@ def token_scores(
     tokens: np.ndarray,
     device: torch.device,
     top: int = 0,
+    exact: bool = False,
 ) -> TokenScores:
-    """`logits_at(places [n])` gives logits [n, V]. `tokens` [M] are scored by the logits at `places` [M], ascending."""
+    """`logits_at(places [n])` gives logits [n, V]. `tokens` [M] are scored by the logits at `places` [M], ascending.
+    `exact`: see `likeliest` in logprobs.py."""
     distinct, owner = np.unique(places, return_inverse=True)
     size = CHUNK_ROWS.get(device.type, DEFAULT_CHUNK_ROWS)
     found: list[torch.Tensor] = []
@@ -49,13 +52,13 @@ def token_scores(
         low, high = np.searchsorted(owner, (start, start + size))
         index = torch.from_numpy(owner[low:high] - start).to(device)
         token = torch.from_numpy(tokens[low:high]).to(device)
-        likeliest = rows.topk(top, dim=-1) if top else rows.max(dim=-1, keepdim=True)
-        total = _log_sum(rows, likeliest.indices[:, 0])
-        top_logprobs = likeliest.values.float() - total[:, None]
+        values, ids = likeliest(rows, top, exact) if top else rows.max(dim=-1, keepdim=True)
+        total = _log_sum(rows, ids[:, 0])
+        top_logprobs = values.float() - total[:, None]
         logprob = rows[index, token].float() - total[index]
-        found.append(torch.stack([logprob, (likeliest.indices[index, 0] == token).float()]))
+        found.append(torch.stack([logprob, (ids[index, 0] == token).float()]))
         # A float32 holds each token id exactly.
-        best.append(torch.stack([likeliest.indices[index, :top].float(), top_logprobs[index, :top]]))
+        best.append(torch.stack([ids[index, :top].float(), top_logprobs[index, :top]]))
     logprobs, greedy = torch.cat(found, dim=1).cpu().numpy()
     top_ids, values = torch.cat(best, dim=1).cpu().numpy()
     return TokenScores(logprobs, greedy == 1, top_ids.astype(np.int64), values)
@@ -130,7 +133,7 @@ def _score_rows(
         [scoring.current.depths[part] + shift for (scoring, part), shift in zip(parts, before, strict=True)]
     )
     top = max(scoring.top for scoring in scorings)
-    scores = token_scores(partial(model.logits, hidden), places, tokens, hidden.device, top)
+    scores = token_scores(partial(model.logits, hidden), places, tokens, hidden.device, top, exact=model.invariant)
     at = 0
     for scoring, part in parts:
         mine = slice(at, at + part.stop - part.start)

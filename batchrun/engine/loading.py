@@ -12,7 +12,7 @@ from batchrun.config import EngineConfig
 from batchrun.engine.acceptance import check_model
 from batchrun.engine.attention.base import kv_dtype
 from batchrun.engine.attention.cpu import CpuAttention
-from batchrun.engine.attention.registry import attention_backend, cache_backend, page_size
+from batchrun.engine.attention.registry import attention_backend, cache_backend, invariant_backend, page_size
 from batchrun.engine.attention.torch import TorchAttention
 from batchrun.engine.checkpoint import Checkpoint, eos_token_ids
 from batchrun.engine.compiled import can_compile, compile_layers
@@ -81,11 +81,15 @@ def load_single(
     if config.cuda_graphs == "on" and not runs_triton(device):
         raise ConfigError(f"engine.cuda_graphs=on needs a GPU with Triton, not {device}: set engine.cuda_graphs=auto")
     backend = attention_backend(config.attention, device)  # what cannot be is refused before weights load
-    cache_backend(backend, config.kv_cache_dtype, device)
+    paged = cache_backend(backend, config.kv_cache_dtype, device)
+    if config.batch_invariant:
+        invariant_backend(paged)
     page_size(config, backend)
     model = load_model(checkpoint, device, dtype)
     backend = attention_backend(config.attention, device, model.layers)
     paged = cache_backend(backend, config.kv_cache_dtype, device)
+    if config.batch_invariant:
+        paged = invariant_backend(paged)
     block_size = page_size(config, backend)
     config = replace(config, block_size=block_size)
     name_products(model.module)
@@ -96,8 +100,8 @@ def load_single(
         quantize_model(model)
     install(model, list(checkpoint.adapters.values()))
     if config.batch_invariant:
-        make_invariant(model)
-        check_invariance(model, paged)
+        make_invariant(model, paged)
+        check_invariance(model, paged, block_size)
     max_model_len, left = checkpoint.max_model_len, None
     if device.type == "cuda":
         memory, tokens = measure_memory(model, CudaMeter(device), config.max_batched_tokens, config.max_num_seqs)

@@ -8,6 +8,9 @@ import torch
 from batchrun.engine.device import runs_triton
 from batchrun.engine.params import TokenLogprobs
 
+EXACT_ROWS = 16  # looked through at once: the keys of all rows would be the largest tensor of a step
+LAST_ID = 2**32 - 1
+
 
 class LogprobRecord:
     """Those of one row so far, in arrays that double when they are full."""
@@ -39,16 +42,36 @@ class LogprobRecord:
         return TokenLogprobs(self._ids[: self._length].copy(), self._values[: self._length].copy())
 
 
+def likeliest(logits: torch.Tensor, count: int, exact: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `count` largest of each row of logits [K, V], largest first, and their ids: [K, count] each.
+
+    Which of equal ones are taken, and in which order, is up to torch, whose algorithm on a GPU follows from K; with
+    `exact` those with the smallest ids come first.
+    """
+    if not exact:
+        best = logits.topk(count, dim=-1)
+        return best.values, best.indices
+    token = torch.arange(logits.shape[-1], device=logits.device)
+    found = []
+    for rows in logits.split(EXACT_ROWS):
+        bits = (rows.float() + 0.0).view(torch.int32)  # -0 is 0
+        ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as integers they compare like the numbers
+        keys = (ordered.long() << 32) + (LAST_ID - token)
+        found.append(LAST_ID - (keys.topk(count, dim=-1).values & LAST_ID))
+    ids = torch.cat(found)
+    return logits.gather(1, ids), ids
+
+
 class StepLogprobs:
     """Log-softmax of the logits of some rows of a step, taken before anything changes them."""
 
-    def __init__(self, logits: torch.Tensor, asking: np.ndarray, most: int) -> None:
+    def __init__(self, logits: torch.Tensor, asking: np.ndarray, most: int, exact: bool = False) -> None:
         """logits float32 [K, V]; `asking` int64 [A]: places of rows; `most`: tokens that any of them wants."""
         self._asking = torch.from_numpy(asking).to(logits.device)
         self._logits = logits[self._asking]
-        best = self._logits.topk(max(1, most), dim=-1)
-        self._largest, self._first = best.values[:, :1], self._logprob_of(best.indices[:, 0].contiguous())
-        self._top_ids, self._top = best.indices[:, :most], self._logprobs(best.values[:, :most])
+        values, ids = likeliest(self._logits, max(1, most), exact)
+        self._largest, self._first = values[:, :1], self._logprob_of(ids[:, 0].contiguous())
+        self._top_ids, self._top = ids[:, :most], self._logprobs(values[:, :most])
 
     def with_chosen(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """ids int32 and log-probabilities float32 [A, 1 + most], those of the step's tokens (int64 [K]) in front."""

@@ -36,6 +36,7 @@ class PagedModel:
         self.vocab_size: int = module.get_input_embeddings().weight.shape[0]
         self.backend: AttentionBackend | None = None
         self.feedback: Feedback | None = None  # of steps that take tokens which the host has not read
+        self.invariant = False  # on a GPU: whether a row has the same bits whatever is computed beside it
         self._head = Head(module)
         self._staging = Staging(self.device)
         self._staged: tuple[np.ndarray, torch.Tensor] | None = None  # places of logits: on the host, on the device
@@ -67,9 +68,12 @@ class PagedModel:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor, index: np.ndarray) -> torch.Tensor:
-        """Logits [K, vocabulary], in the model's type, at places [K] of what `hidden` gave last."""
+        """Logits [K, vocabulary], in the model's type, at places [K] of what `hidden` gave last.
+
+        If the model is `invariant` they are in float32: kernels divide sums by type, and some rows need that one.
+        """
         with adapted(None if self._adapters is None else self._adapters[index], self.device):
-            return self._head.logits(hidden[self._places(index)])
+            return self._logits(hidden[self._places(index)])
 
     def _places(self, index: np.ndarray) -> torch.Tensor:
         """On the device; those of the rows that sample came with their step."""
@@ -81,7 +85,11 @@ class PagedModel:
     def run(self, token_ids: Any, positions: Any, logits_index: Any) -> torch.Tensor:
         """Logits [K, vocabulary] at places [K] of the flattened tokens [T], inside of a forward context."""
         hidden = self._head.hidden(self._tensor(token_ids), self._tensor(positions))
-        return self._head.logits(hidden[self._tensor(logits_index)])
+        return self._logits(hidden[self._tensor(logits_index)])
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self._head.logits(hidden)
+        return logits.float() if self.invariant else logits
 
     def _tensor(self, array: Any) -> torch.Tensor:
         return torch.as_tensor(array, device=self.device)

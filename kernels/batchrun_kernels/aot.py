@@ -16,6 +16,7 @@ from batchrun_kernels.act_and_mul import act_and_mul
 from batchrun_kernels.decode_plan import plan_decode
 from batchrun_kernels.gather_last import feed_tokens, gather_last, note_tokens
 from batchrun_kernels.grouped_gemm import down_experts, gate_up_experts, route
+from batchrun_kernels.matmul import matmul
 from batchrun_kernels.merge_runs import merge_runs
 from batchrun_kernels.paged import FP8, KvPages, Rows, Scoring
 from batchrun_kernels.paged_decode import paged_decode
@@ -66,9 +67,9 @@ class _Attention(NamedTuple):
         plan = plan_decode([4096] * 32, [queries] * 32, self.heads, pages, q.element_size(), num_sms=132)
         paged_decode(q, pages, rows._replace(first_keys=rows.seq_lens), scoring, plan)
 
-    def prefill(self) -> None:
+    def prefill(self, invariant: bool = False) -> None:
         plan = PrefillPlan(_meta(64, 2, dtype=torch.int32), block_m_of(max(self.dk, self.dv), self.dtype.itemsize))
-        paged_prefill(*self.inputs(), plan)
+        paged_prefill(*self.inputs(), plan, invariant=invariant)
 
     def prefix(self) -> None:
         q, pages, rows, scoring = self.inputs()
@@ -120,6 +121,11 @@ def _experts(tokens: int, hidden: int, inner: int, experts: int, dtype: torch.dt
     down_experts(gated, _meta(experts, hidden, inner, dtype=dtype), routing, _meta(tokens, 2, dtype=torch.float32))
 
 
+def _matmul(rows: int, width: int, depth: int, dtype: torch.dtype = torch.bfloat16, *, bias: bool = False) -> None:
+    weight = _meta(width, depth, dtype=dtype)
+    matmul(_meta(rows, depth, dtype=dtype), weight, _meta(width, dtype=dtype) if bias else None)
+
+
 def _sample(dtype: torch.dtype) -> None:
     """What becomes of the logits of a step, up to the input of the next."""
     rows, vocabulary, capacity = 64, 151936, 256
@@ -163,6 +169,9 @@ def cases() -> dict[str, Callable[[], object]]:
         "experts 256 of 2048x768": partial(_experts, 2048, 2048, 768, 128),
         "experts 2048 of 4096x14336": partial(_experts, 2048, 4096, 14336, 8),
         "experts 64 float32": partial(_experts, 64, 2048, 768, 8, torch.float32),
+        "matmul 4096x4096": partial(_matmul, 256, 4096, 4096),
+        "matmul 151936x896 float16": partial(_matmul, 1, 151936, 896, torch.float16, bias=True),
+        "matmul 4096x4096 float32": partial(_matmul, 256, 4096, 4096, torch.float32),
         "decode 128 queries": partial(plain.decode, 8),
         "decode 128 page 16": plain._replace(block_size=16).decode,
         "decode 64 sinks window": gpt_oss.decode,
@@ -176,6 +185,7 @@ def cases() -> dict[str, Callable[[], object]]:
         "prefix 128": plain.prefix,
         "prefix 256 softcap window": gemma2.prefix,
         "prefill 128": plain.prefill,
+        "prefill invariant 128": partial(plain.prefill, True),
         "prefill 64 sinks window": gpt_oss.prefill,
         "prefill 192/128": latent.prefill,
         "prefill 256 softcap window": gemma2.prefill,

@@ -23,7 +23,7 @@ from batchrun_kernels.cost import Cost
 from batchrun_kernels.tuned import tuned
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _grouped_gemm_kernel(
     x_ptr,
     w_ptr,

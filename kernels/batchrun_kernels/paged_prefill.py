@@ -4,6 +4,10 @@ FlashAttention-2 (Dao, 2023) over pages: the keys of the new tokens are in their
 read alike. A program takes `BLOCK_M` rows, of query heads within query tokens, and walks over the keys they see by
 tiles of one page; only tiles at the edges of what is seen are masked. A plan, made on the host from the lengths, names
 each program's rows, those with the most keys first so that the last programs to end are short ones.
+
+Tiles begin at multiples of their size whatever a program's rows see. So where every tile goes through the masked loop,
+a query has the same bits with any number of others beside it: a tile that it sees nothing of leaves its sums as they
+are, and there is no second form of the loop, whose arithmetic a compiler may contract in another way.
 """
 
 from __future__ import annotations
@@ -68,6 +72,7 @@ def _prefill_kernel(
     out_head_stride,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    INVARIANT: tl.constexpr,  # all tiles are masked
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     TILE: tl.constexpr,
@@ -115,17 +120,20 @@ def _prefill_kernel(
     table = block_tables_ptr + sequence * table_stride
     k_head_ptr = k_ptr + kv_head * k_head_stride
     v_head_ptr = v_ptr + kv_head * v_head_stride
-    if HAS_WINDOW:
+    if INVARIANT:
+        edge = begin
+    else:
+        if HAS_WINDOW:
+            peak, total, acc = attend_keys(
+                q, at, peak, total, acc, begin, inner, low, end, window, scale, softcap, table, k_head_ptr, v_head_ptr,
+                k_block_stride, k_token_stride, v_block_stride, v_token_stride,
+                True, HAS_WINDOW, HAS_SOFTCAP, BLOCK_SIZE, TILE, DK, DV, DK_PAD, DV_PAD,
+            )  # fmt: skip
         peak, total, acc = attend_keys(
-            q, at, peak, total, acc, begin, inner, low, end, window, scale, softcap, table, k_head_ptr, v_head_ptr,
+            q, at, peak, total, acc, inner, edge, low, end, window, scale, softcap, table, k_head_ptr, v_head_ptr,
             k_block_stride, k_token_stride, v_block_stride, v_token_stride,
-            True, HAS_WINDOW, HAS_SOFTCAP, BLOCK_SIZE, TILE, DK, DV, DK_PAD, DV_PAD,
+            False, HAS_WINDOW, HAS_SOFTCAP, BLOCK_SIZE, TILE, DK, DV, DK_PAD, DV_PAD,
         )  # fmt: skip
-    peak, total, acc = attend_keys(
-        q, at, peak, total, acc, inner, edge, low, end, window, scale, softcap, table, k_head_ptr, v_head_ptr,
-        k_block_stride, k_token_stride, v_block_stride, v_token_stride,
-        False, HAS_WINDOW, HAS_SOFTCAP, BLOCK_SIZE, TILE, DK, DV, DK_PAD, DV_PAD,
-    )  # fmt: skip
     peak, total, acc = attend_keys(
         q, at, peak, total, acc, edge, end, low, end, window, scale, softcap, table, k_head_ptr, v_head_ptr,
         k_block_stride, k_token_stride, v_block_stride, v_token_stride,
@@ -179,12 +187,20 @@ def plan_prefill(
 
 
 def paged_prefill(
-    q: Tensor, pages: KvPages, rows: Rows, scoring: Scoring, plan: PrefillPlan, *, out: Tensor | None = None
+    q: Tensor,
+    pages: KvPages,
+    rows: Rows,
+    scoring: Scoring,
+    plan: PrefillPlan,
+    *,
+    out: Tensor | None = None,
+    invariant: bool = False,
 ) -> Tensor:
     """Attends with the queries of `rows` in `q` [T, Hq, Dk]; returns `out` [T, Hq, Dv], other tokens of it untouched.
 
     `plan` is plan_prefill's for the same lengths. q is fp32, bf16 or fp16; products are in its dtype, accumulation is
-    fp32. `rows.first_keys` must be None. Raises ValueError on shapes, layouts or limits that the kernel cannot take.
+    fp32. `rows.first_keys` must be None. With `invariant` a query has the same bits however many of its sequence, and
+    whatever others, are given with it. Raises ValueError on shapes, layouts or limits that the kernel cannot take.
     """
     tables, seq_lens, query_starts, query_lens, first_keys = rows
     lens = {"seq_lens": seq_lens, "query_starts": query_starts, "query_lens": query_lens}
@@ -214,6 +230,7 @@ def paged_prefill(
         *out.stride()[:2],
         GROUP=q.shape[1] // kv_heads,
         BLOCK_M=plan.block_m,
+        INVARIANT=invariant,
         HAS_WINDOW=scoring.window is not None,
         HAS_SOFTCAP=scoring.softcap is not None,
         TILE=tile_of(head_dim_of(pages), q.element_size()),

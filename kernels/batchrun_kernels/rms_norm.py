@@ -2,7 +2,8 @@
 
 Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019: y = x / sqrt(mean(x²) + eps) · w. Gemma stores w − 1,
 which is the `unit_offset` switch. One program holds whole rows in registers, so every operand is read once; short rows
-(the heads of a q/k norm) share a program. Arithmetic is fp32 with one rounding at each store.
+(the heads of a q/k norm) share a program. Arithmetic is fp32 with one rounding at each store. The number of rows is not
+compiled in, so that a row has the same bits whatever it is.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ MAX_HIDDEN = 16384  # longest row that a program holds without spilling register
 TILE = 2048  # elements per program when rows are short
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rms_norm_kernel(
     x_ptr,
     residual_ptr,  # None: no addition

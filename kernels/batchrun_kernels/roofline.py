@@ -11,6 +11,7 @@ from batchrun_kernels.act_and_mul import act_and_mul_cost
 from batchrun_kernels.cost import Cost
 from batchrun_kernels.gather_last import gather_last_cost
 from batchrun_kernels.grouped_gemm import grouped_gemm_cost
+from batchrun_kernels.matmul import matmul_cost
 from batchrun_kernels.merge_runs import merge_runs_cost
 from batchrun_kernels.paged_decode import paged_decode_cost
 from batchrun_kernels.paged_prefill import paged_prefill_cost
@@ -48,6 +49,8 @@ def shapes() -> dict[Shape, Cost]:
         ("act_and_mul", "2,048 tokens x 14,336"): act_and_mul_cost(2048, 14336, 2),
         ("grouped_gemm", "64 tokens, 8 of 128 experts of 768"): grouped_gemm_cost(64, 512, 128, 2048, 768, 2),
         ("grouped_gemm", "2,048 tokens, 8 of 128 experts of 768"): grouped_gemm_cost(2048, 16384, 128, 2048, 768, 2),
+        ("matmul", "64 rows, 4,096 to 28,672"): matmul_cost(64, 28672, 4096, 2),
+        ("matmul", "2,048 rows, 4,096 to 28,672"): matmul_cost(2048, 28672, 4096, 2),
         ("gather_last", "256 rows"): gather_last_cost(256, 4096, 2),
         ("penalise", "256 rows x 128,256 logits"): penalise_cost(256, 128256, 2),
         ("sample", "256 rows x 128,256 logits, no filter"): sample_cost(256, 128256, 2),

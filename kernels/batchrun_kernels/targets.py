@@ -90,8 +90,8 @@ def compile_launch(launch: Launch, target: str) -> Resources:
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
     for i, parameter in enumerate(launch.kernel.params):
         value = launch.arguments[parameter.name]
-        is_integer = isinstance(value, int) and not isinstance(value, bool)
-        if parameter.is_constexpr or value is None or (is_integer and value == 1):
+        is_known = isinstance(value, int) and not isinstance(value, bool) and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (is_known and value == 1):
             signature[parameter.name] = "constexpr"
             constants[parameter.name] = value
             continue
@@ -101,7 +101,7 @@ def compile_launch(launch: Launch, target: str) -> Resources:
             signature[parameter.name] = "fp32"
         else:
             signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-        if isinstance(value, torch.Tensor) or (is_integer and value % 16 == 0):
+        if isinstance(value, torch.Tensor) or (is_known and value % 16 == 0):
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(launch.kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=TARGETS[target], options=launch.options)

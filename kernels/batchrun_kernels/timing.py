@@ -13,6 +13,7 @@ from batchrun_kernels.act_and_mul import act_and_mul
 from batchrun_kernels.decode_plan import plan_decode
 from batchrun_kernels.gather_last import gather_last
 from batchrun_kernels.grouped_gemm import down_experts, gate_up_experts, route
+from batchrun_kernels.matmul import matmul
 from batchrun_kernels.merge_runs import merge_runs
 from batchrun_kernels.paged import FP8, Scoring
 from batchrun_kernels.paged_decode import paged_decode
@@ -54,6 +55,8 @@ def launches(device: torch.device, num_sms: int) -> dict[Shape, Callable[[], Run
         ("act_and_mul", "2,048 tokens x 14,336"): lambda: partial(act_and_mul, new(2048, 28672), "silu"),
         ("grouped_gemm", "64 tokens, 8 of 128 experts of 768"): partial(_experts, new, 64),
         ("grouped_gemm", "2,048 tokens, 8 of 128 experts of 768"): partial(_experts, new, 2048),
+        ("matmul", "64 rows, 4,096 to 28,672"): lambda: partial(matmul, new(64, 4096), new(28672, 4096)),
+        ("matmul", "2,048 rows, 4,096 to 28,672"): lambda: partial(matmul, new(2048, 4096), new(28672, 4096)),
         ("gather_last", "256 rows"): lambda: partial(
             gather_last, new(2048, 4096), torch.randint(2048, (256,), device=device)
         ),

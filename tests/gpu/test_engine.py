@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from batchrun.engine.host_pages import make_swap
 from batchrun.engine.layers_device import DeviceLayer
 from batchrun.engine.llm import LLM
 from batchrun.engine.params import SamplingParams
-from batchrun.errors import ConfigError
 from tests.engine.families import FAMILIES, HARD_FAMILIES, assert_idle, engine_of, load, make_optimistic, random_prompt
+from tests.engine.test_invariance import said
 from tests.engine.test_oracle import LONGEST, MAX_TOKENS, PROMPTS, Reference, load_tight, token_ids
 
 CUDA = torch.device("cuda")
@@ -85,18 +85,20 @@ def test_a_row_says_the_same_alone_and_among_others(family_folder: Callable[[str
     assert together == alone
 
 
-def test_batch_invariance_to_the_bit(family_folder: Callable[[str], Path]) -> None:
-    options: dict[str, Any] = {"dtype": "bfloat16", "batch_invariant": True, "block_size": 128}
-    params = [SamplingParams(temperature=0, max_tokens=MAX_TOKENS, logprobs=1) for _ in PROMPTS]
-    try:
-        llm = on_gpu(family_folder("qwen3"), **options)
-    except ConfigError as error:
-        pytest.skip(str(error))
-    with llm:
-        together = llm.generate(PROMPTS, params)
-        alone = [llm.generate([p], one)[0] for p, one in zip(PROMPTS, params, strict=True)]
-    bits = [[c.logprobs.logprobs.tobytes() for c in some if c.logprobs is not None] for some in (together, alone)]
-    assert bits[0] == bits[1]
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "qwen3_moe", "gpt2"])
+def test_batch_invariance_to_the_bit(family: str, dtype: str, family_folder: Callable[[str], Path]) -> None:
+    """Alone; together, with steps recorded or not; in another order, in pieces, and preempted."""
+    folder, params = family_folder(family), [replace(one, logprobs=3) for one in SAMPLED]
+    options: dict[str, Any] = {"dtype": dtype, "batch_invariant": True}
+    with on_gpu(folder, prefix_caching=False, **options) as llm:
+        alone = [said(llm.generate([p], one)[0]) for p, one in zip(PROMPTS, params, strict=True)]
+    for graphs in ("on", "off"):
+        with on_gpu(folder, cuda_graphs=graphs, **options) as llm:
+            assert [said(completion) for completion in llm.generate(PROMPTS, params)] == alone
+    llm = make_optimistic(load_tight(folder, 12, LONGEST, device="cuda", **options))
+    assert [said(completion) for completion in llm.generate(PROMPTS[::-1], params[::-1])] == alone[::-1]
+    assert engine_of(llm).scheduler.num_preemptions > 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

@@ -58,6 +58,7 @@ def test_every_kernel_compiles_for_every_target(rows: list[Row]) -> None:
         "_rope_and_cache_kernel",
         "_gather_kernel",
         "_grouped_gemm_kernel",
+        "_matmul_kernel",
         "_count_kernel",
         "_penalise_kernel",
         "_sample_kernel",
@@ -100,11 +101,12 @@ def test_keys_and_values_are_loaded_sixteen_bytes_at_a_time(rows: list[Row]) -> 
 
 
 def test_products_of_half_precision_use_tensor_cores(rows: list[Row]) -> None:
-    kernels = ("_decode_kernel", "_prefill_kernel", "_prefix_kernel", "_grouped_gemm_kernel")
+    kernels = ("_decode_kernel", "_prefill_kernel", "_prefix_kernel", "_grouped_gemm_kernel", "_matmul_kernel")
     products = [row for row in rows if row["kernel"] in kernels and "float32" not in row["case"]]
     assert {row["kernel"] for row in products} == set(kernels)
     # One of Hopper's covers what takes many of the others.
-    assert all(row["matrix_ops"] >= (4 if row["case"].startswith("experts 2048") else 16) for row in products)
+    few = ("experts 2048", "matmul", "prefill invariant")
+    assert all(row["matrix_ops"] >= (4 if row["case"].startswith(few) else 16) for row in products)
 
 
 def test_tiles_fit_shared_memory_and_those_of_decoding_twice_on_nvidia(rows: list[Row]) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from batchrun_kernels.paged import FP8, KvPages, Scoring, paged_attention_torch
+from batchrun_kernels.paged import FP8, KvPages, Rows, Scoring, paged_attention_torch
 from batchrun_kernels.paged_prefill import PrefillPlan, paged_prefill, paged_prefill_cost, plan_prefill
 from tests.kernels.paged_cases import TOLERANCE, Case, make_case
 
@@ -16,7 +16,8 @@ def plan_of(case: Case) -> PrefillPlan:
     group = case.q.shape[1] // case.pages.keys.shape[2]
     head_dim = max(case.pages.keys.shape[3], case.pages.values.shape[3])
     lens = case.rows.seq_lens.tolist(), case.rows.query_lens.tolist()
-    return plan_prefill(*lens, group, head_dim, case.q.element_size(), window=case.scoring.window)
+    sizes = group, head_dim, case.q.element_size()
+    return plan_prefill(*lens, *sizes, window=case.scoring.window, device=case.q.device)
 
 
 def check(case: Case) -> None:
@@ -91,6 +92,34 @@ def test_a_sequence_does_not_depend_on_its_neighbours() -> None:
     case.rows = case.rows._replace(query_lens=torch.tensor([0, 0, 9, 0], dtype=torch.int32))
     alone = paged_prefill(case.q, case.pages, case.rows, case.scoring, plan_of(case))
     assert torch.equal(alone[72:81], together[72:81])
+
+
+# Lengths of a tile and around it; more queries than a program has rows; windows that begin in later tiles.
+@pytest.mark.parametrize(
+    ("scoring", "dtype"),
+    [
+        (Scoring(0.2), torch.float32),
+        (Scoring(0.2), torch.bfloat16),
+        (Scoring(0.2, window=20, softcap=3.0), torch.float32),
+        (Scoring(0.2, window=70, sinks=torch.tensor([-2.0, 0.0, 1.0, 9.0])), torch.float32),
+    ],
+    ids=str,
+)
+def test_a_query_has_the_same_bits_however_many_come_with_it(scoring: Scoring, dtype: torch.dtype) -> None:
+    case = make_case(lengths=[200, 65], counts=[200, 65], block_size=16, scoring=scoring, dtype=dtype)
+    whole = paged_prefill(case.q, case.pages, case.rows, scoring, plan_of(case), invariant=True)
+    case.check(torch.full_like(whole, torch.nan).index_copy(0, torch.arange(1, 266), whole[1:266]))
+    tables = case.rows.block_tables
+    for first, last in ((0, 1), (199, 200), (63, 70), (128, 200), (0, 65), (90, 140)):
+        for row, start in ((0, 1), (1, 201)):
+            stop = min(last, (200, 65)[row])
+            if first >= stop:
+                continue
+            ints = [torch.tensor([x], dtype=torch.int32) for x in (stop, start + first, stop - first)]
+            case.rows = Rows(tables[row : row + 1], *ints)
+            piece = paged_prefill(case.q, case.pages, case.rows, scoring, plan_of(case), invariant=True)
+            at = slice(start + first, start + stop)
+            assert torch.equal(piece[at], whole[at]), (row, first, stop)
 
 
 def test_the_programs_with_the_most_keys_come_first() -> None:

@@ -88,6 +88,14 @@ def test_epsilon_keeps_a_zero_row_finite() -> None:
     assert torch.equal(out, torch.zeros(2, 64))
 
 
+@pytest.mark.parametrize("hidden", [128, 4100])  # many rows in a program, one
+def test_a_row_has_the_same_bits_alone(hidden: int) -> None:
+    x, weight = torch.randn(20, hidden), torch.randn(hidden)
+    together = rms_norm(x, weight, 1e-6)
+    for start, stop in ((0, 1), (19, 20), (3, 18)):
+        assert torch.equal(rms_norm(x[start:stop], weight, 1e-6), together[start:stop])
+
+
 def test_takes_no_rows() -> None:
     assert rms_norm(torch.empty(0, 64), torch.ones(64), 1e-6).shape == (0, 64)
 

@@ -89,6 +89,15 @@ def test_of_equal_tokens_top_p_keeps_those_with_smaller_ids_and_top_k_all() -> N
     assert set(tokens.tolist()) - {90, 190}
 
 
+def test_a_row_draws_the_same_token_alone() -> None:
+    logits = torch.randn(3, 500)
+    values = parameters(3, top_k=[0, 40, 0], top_p=[1, 0.9, 0.9])
+    together = sample(logits, **values)
+    for row in range(3):
+        own = {name: value[row : row + 1] for name, value in values.items()}
+        assert torch.equal(sample(logits[row : row + 1], **own), together[row : row + 1])
+
+
 def test_forbidden_tokens_are_never_drawn() -> None:
     logits = torch.full((4, 700), -torch.inf)
     logits[:, [3, 650]] = torch.tensor([0.0, -2.0])

@@ -16,6 +16,13 @@ def test_equals_the_log_softmax_in_double(dtype: torch.dtype, vocabulary: int) -
     torch.testing.assert_close(out.double(), token_logprobs_torch(logits.double(), tokens), rtol=1e-6, atol=1e-5)
 
 
+def test_a_row_has_the_same_bits_alone() -> None:
+    logits, tokens = 20 * torch.randn(5, TILE + 30), torch.arange(5)
+    together = token_logprobs(logits, tokens)
+    for row in range(5):
+        assert torch.equal(token_logprobs(logits[row : row + 1], tokens[row : row + 1]), together[row : row + 1])
+
+
 def test_a_forbidden_token_has_none() -> None:
     logits = torch.tensor([[0.0, -torch.inf, 1.0]])
     assert token_logprobs(logits, torch.tensor([1])).item() == -torch.inf

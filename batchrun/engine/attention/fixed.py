@@ -16,14 +16,15 @@ from batchrun.engine.attention.triton import TritonAttention, whole_columns
 from batchrun.engine.batch import Batch
 from batchrun.engine.fixed_inputs import Field, FixedInputs
 from batchrun_kernels.decode_plan import PROGRAMS_PER_SM, DecodePlan, plan_decode
-from batchrun_kernels.paged import KvPages, Rows
+from batchrun_kernels.paged import KvPages, Rows, head_dim_of
+from batchrun_kernels.paged_prefill import PrefillPlan, plan_prefill
 
 
 class _Plans(NamedTuple):
     """As TritonAttention has them; there is nothing but rows with one query."""
 
-    short: DecodePlan
-    long: None = None
+    short: DecodePlan | None = None
+    long: PrefillPlan | None = None
     groups: None = None
 
 
@@ -34,9 +35,9 @@ class _Part(NamedTuple):
 @dataclass(slots=True)
 class _Table:
     slot_mapping: torch.Tensor  # int64 [rows]
-    short: _Part
+    short: _Part | None
+    long: _Part | None
     plans: dict[Any, _Plans]
-    long: None = None
     groups: None = None
 
 
@@ -70,10 +71,10 @@ class _Work:
             array[: len(made)] = made
         self._inputs.send()
 
-    def plan(self, rows: int) -> DecodePlan:
+    def plans(self, rows: int) -> _Plans:
         """Where kernels find it, for so many rows."""
         at, units = self._inputs.device, self._units(rows)
-        return DecodePlan(
+        plan = DecodePlan(
             counts=at["counts"],
             unit_sequences=at["unit_sequences"][:units],
             chunk_starts=at["chunk_starts"][: rows + 1],
@@ -82,6 +83,7 @@ class _Work:
             run_lse=self._run_lse,
             programs=max(1, min(self._programs, units * self._parts)),
         )
+        return _Plans(short=plan)
 
     def _units(self, rows: int) -> int:
         """Most units of work: plan_decode cuts so that beyond one for each row there are two for each program."""
@@ -99,12 +101,28 @@ class _Work:
         )
 
 
+class _WholeRows:
+    """The same for InvariantAttention, which does not divide the keys of a row: no length changes the list."""
+
+    def __init__(self, heads: int, pages: KvPages, itemsize: int, most_rows: int) -> None:
+        once, group = np.ones(most_rows, dtype=np.int64), heads // pages.keys.shape[2]
+        self._plan = plan_prefill(once, once, group, head_dim_of(pages), itemsize, device=pages.keys.device)
+        self._tiles = len(self._plan.tiles) // most_rows  # of each row
+
+    def fill(self, lens: np.ndarray) -> None:
+        """Nothing has to be sent."""
+
+    def plans(self, rows: int) -> _Plans:
+        return _Plans(long=self._plan._replace(tiles=self._plan.tiles[: rows * self._tiles]))
+
+
 class FixedDecode(TritonAttention):
     """The same pages as `attention`, for steps of at most `most_rows` rows with one query each, padded with rows that
     see nothing and write nothing. No pages are read once for several rows. `columns`: blocks of the longest row."""
 
     def __init__(self, attention: TritonAttention, most_rows: int, columns: int) -> None:
         vars(self).update(vars(attention))
+        self.invariant = attention.invariant
         self.most_rows = most_rows
         tables, columns = self.layout.num_tables, whole_columns(columns)
         fields = {
@@ -117,7 +135,7 @@ class FixedDecode(TritonAttention):
         self._blocks = torch.zeros(tables, most_rows, columns, dtype=torch.int32, device=self.device)
         self._starts = torch.arange(most_rows, dtype=torch.int32, device=self.device)
         self._ones = torch.ones(most_rows, dtype=torch.int32, device=self.device)
-        self._work: dict[Any, _Work] = {}
+        self._work: dict[Any, _Work | _WholeRows] = {}
         self._kinds_of: list[set[Any]] = [set() for _ in range(tables)]
         self._lens = np.zeros(0, dtype=np.int64)
 
@@ -143,22 +161,26 @@ class FixedDecode(TritonAttention):
 
     def aim(self, rows: int) -> None:
         """From now on layers attend for so many rows."""
-        at = self._inputs.device
-        tables: list[Any] = [
-            _Table(
-                at["slot_mapping"][number, :rows],
-                _Part(Rows(self._blocks[number, :rows], at["seq_lens"][:rows], self._starts[:rows], self._ones[:rows])),
-                {kind: _Plans(self._work[kind].plan(rows)) for kind in self._kinds_of[number]},
-            )
-            for number in range(self.layout.num_tables)
-        ]
+        at, each = self._inputs.device, slice(0, rows)
+        tables: list[Any] = []
+        for number in range(self.layout.num_tables):
+            blocks = self._blocks[number, each]
+            part = _Part(Rows(blocks, at["seq_lens"][each], self._starts[each], self._ones[each]))
+            plans = {kind: self._work[kind].plans(rows) for kind in self._kinds_of[number]}
+            short, long = (None, part) if self.invariant else (part, None)
+            tables.append(_Table(at["slot_mapping"][number, each], short, long, plans))
         self._tables = tables
 
     def _plan(self, table: Any, kind: Any, pages: KvPages, *_: Any) -> Any:
         """Layers of a kind attend for the first time: their list of work gets its memory."""
         if kind not in self._work:
-            self._work[kind] = _Work(kind.heads, kind.window, pages, self.dtype.itemsize, self.most_rows, self.num_sms)
+            self._work[kind] = self._new_work(kind, pages)
             self._work[kind].fill(self._lens)
         number = next(i for i, each in enumerate(self._tables) if each is table)
         self._kinds_of[number].add(kind)
-        return _Plans(self._work[kind].plan(len(table.slot_mapping)))
+        return self._work[kind].plans(len(table.slot_mapping))
+
+    def _new_work(self, kind: Any, pages: KvPages) -> _Work | _WholeRows:
+        if self.invariant:
+            return _WholeRows(kind.heads, pages, self.dtype.itemsize, self.most_rows)
+        return _Work(kind.heads, kind.window, pages, self.dtype.itemsize, self.most_rows, self.num_sms)

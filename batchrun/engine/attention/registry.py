@@ -9,7 +9,6 @@ from importlib.util import find_spec
 import torch
 
 from batchrun.config import EngineConfig
-from batchrun.config.engine import INVARIANT_BLOCK_SIZE
 from batchrun.engine.attention.base import AttentionBackend, LayerGeometry
 from batchrun.engine.attention.cpu import CpuAttention, Int8Attention
 from batchrun.engine.attention.torch import TorchAttention
@@ -17,6 +16,7 @@ from batchrun.engine.device import runs_triton, stores_fp8
 from batchrun.errors import ConfigError
 
 AUTO = "engine.attention=auto"
+INVARIANT_BLOCK_SIZE = 128  # tokens, as many as the CPU's attention looks at together
 BACKENDS: dict[str, type[AttentionBackend]] = {"torch": TorchAttention, "cpu": CpuAttention}
 # Modules any of which will do, and what installs them.
 LIBRARIES = {
@@ -53,9 +53,29 @@ def cache_backend(backend: type[AttentionBackend], kv_cache_dtype: str, device: 
     return Int8Attention
 
 
+def invariant_backend(backend: type[AttentionBackend]) -> type[AttentionBackend]:
+    """The class whose numbers of a row do not depend on its batch. Raises ConfigError if there is none."""
+    if issubclass(backend, CpuAttention):
+        return backend
+    if backend.name != "triton":
+        raise ConfigError(
+            f"engine.batch_invariant=true is not there for attention by {backend.name}: use engine.attention=triton on "
+            "a GPU and engine.attention=cpu on a CPU, where this model can have them, or engine.batch_invariant=false"
+        )
+    from batchrun.engine.attention.triton import Fp8Attention, InvariantAttention, InvariantFp8Attention
+
+    return InvariantFp8Attention if issubclass(backend, Fp8Attention) else InvariantAttention
+
+
 def page_size(config: EngineConfig, backend: type[AttentionBackend]) -> int:
     """Tokens in one page of the KV cache. Raises ConfigError for as many as the backend cannot take."""
-    size = config.block_size or (INVARIANT_BLOCK_SIZE if config.batch_invariant else backend.page_size)
+    least = INVARIANT_BLOCK_SIZE if config.batch_invariant and issubclass(backend, CpuAttention) else 1
+    size = config.block_size or max(least, backend.page_size)
+    if size < least:
+        raise ConfigError(
+            f"engine.batch_invariant=true needs engine.block_size={least} or more, not {size}: the attention on a CPU "
+            "sums smaller pages together, in groups that depend on the batch"
+        )
     if size % backend.page_multiple:
         raise ConfigError(
             f"engine.block_size={size} is not a multiple of {backend.page_multiple}, which engine.attention="

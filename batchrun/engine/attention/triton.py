@@ -98,6 +98,7 @@ class TritonAttention(AttentionBackend):
     name = "triton"
     page_size = 64  # the keys that its kernels look at together
     fp8 = False  # whether pages hold float8_e4m3fn, instead of the model's type
+    invariant = False  # whether a token has the same bits in whatever step it is computed
 
     def __init__(
         self, layers: list[LayerGeometry], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
@@ -125,7 +126,8 @@ class TritonAttention(AttentionBackend):
     def begin(self, batch: Batch, staging: Staging | None = None) -> None:
         put = (staging or self._staging).put
         counts = np.diff(batch.query_starts)
-        short, long = (_rows(batch, chosen, put) for chosen in (counts <= MAX_QUERIES, counts > MAX_QUERIES))
+        most = 0 if self.invariant else MAX_QUERIES  # queries of a row that decodes
+        short, long = (_rows(batch, chosen, put) for chosen in (counts <= most, counts > most))
         kinds = [group for group in self.layout.groups for _ in range(group.tables)]
         self._tables = []
         for number, kv_group in enumerate(kinds):
@@ -160,7 +162,8 @@ class TritonAttention(AttentionBackend):
         plans = self._plans(call, pages, q.shape[1])
         out = queries.new_empty(*q.shape[:2], pages.values.shape[3])
         if table.long is not None and plans.long is not None:
-            paged_prefill(queries, pages, table.long.device, scoring, plans.long, out=out)
+            rows = table.long.device
+            paged_prefill(queries, pages, rows, scoring, plans.long, out=out, invariant=self.invariant)
         if table.short is not None and plans.short is not None:
             grouped = table.groups is not None
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=self.device) if grouped else None
@@ -247,6 +250,17 @@ class Fp8Attention(TritonAttention):
     are cut, and scales that a checkpoint may hold are not read."""
 
     fp8 = True
+
+
+class InvariantAttention(TritonAttention):
+    """The same pages, and one kernel for all rows, which walks over the keys of each in one order: no chunks of keys
+    that are put together, no prefixes read together."""
+
+    invariant = True
+
+
+class InvariantFp8Attention(Fp8Attention, InvariantAttention):
+    """Both."""
 
 
 def _rows(batch: Batch, chosen: np.ndarray, put: Put) -> _Rows | None:
