@@ -55,7 +55,9 @@ class EngineConfig:
         "auto", "launch decode steps as graphs: on, off, or auto (on a GPU, for jobs that last)", identity=False
     )
     workers: str = setting(
-        "auto", "engine processes: a number, or auto (one per GPU; small models on a CPU: one per core)", identity=False
+        "auto",
+        "engine processes: a number, or auto (one per GPU; small models on a CPU: one per core, or per two in bfloat16)",
+        identity=False,
     )
     num_threads: int | None = setting(None, "CPU threads; default: all cores given to the process", identity=False)
 

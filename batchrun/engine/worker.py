@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
@@ -16,14 +17,16 @@ from batchrun.engine.checkpoint import Checkpoint, load_tokenizer
 from batchrun.engine.deltas import Piece
 from batchrun.engine.encoder import Encoder
 from batchrun.engine.engine import Engine
-from batchrun.engine.model import choose_device
+from batchrun.engine.model import choose_device, choose_dtype
 from batchrun.engine.params import Completion
 from batchrun.engine.pooler import Pooler
 from batchrun.engine.stats import StepStats
 from batchrun.errors import BatchrunError
+from batchrun_kernels.cpu.product import has_bfloat16_products
 
 SMALL_MODEL_BYTES = 2**31
-ROWS_PER_WORKER = 48
+ROWS_PER_THREAD = 48
+TEAM_THREADS = 2  # of compiled layers: with two, an engine was faster than two engines; more were not measured
 
 
 class Answer(NamedTuple):
@@ -47,8 +50,9 @@ class Placement:
 def place_workers(checkpoint: Checkpoint, config: EngineConfig, rows: int | None) -> list[Placement]:
     """Where the engines of a job run: one entry for each process.
 
-    With `engine.workers=auto`: one per GPU; on a CPU one per core for a model so small that its products are
-    faster on one core than the threads' meetings, if there are rows enough for all; else one with all cores.
+    With `engine.workers=auto`: one per GPU; on a CPU, for a model so small that its products are faster in few threads
+    than more threads' meetings, one per core, or per two where layers are compiled, if there are rows enough for all;
+    else one with all cores.
     """
     device = choose_device(checkpoint.model.device)
     cores = _cores()
@@ -59,16 +63,32 @@ def place_workers(checkpoint: Checkpoint, config: EngineConfig, rows: int | None
         count = torch.cuda.device_count() if rows is not None and checkpoint.model.device in ("auto", "cuda") else 1
     else:
         small = checkpoint.weight_bytes() <= SMALL_MODEL_BYTES
-        count = threads if small and rows is not None and rows >= ROWS_PER_WORKER * threads else 1
+        each = TEAM_THREADS if _compiles(checkpoint, config) else 1
+        count = max(1, threads // each) if small and rows is not None and rows >= ROWS_PER_THREAD * threads else 1
     if count == 1:
         return [Placement(str(device), cores, threads)]
     if device.type == "cuda":
         return [Placement(f"cuda:{i % torch.cuda.device_count()}", (), threads) for i in range(count)]
-    each = max(1, threads // count)
+    starts = [threads * i // count for i in range(count + 1)] if threads > count else list(range(count + 1))
     return [
-        Placement(str(device), tuple(cores[(i * each + j) % len(cores)] for j in range(each)), each)
-        for i in range(count)
+        Placement(str(device), tuple(cores[j % len(cores)] for j in range(start, end)), end - start)
+        for start, end in pairwise(starts)
     ]
+
+
+def _compiles(checkpoint: Checkpoint, config: EngineConfig) -> bool:
+    """Whether layers will run as compiled calls, as far as settings and processor tell; see `can_compile`."""
+    model = checkpoint.model
+    return (
+        choose_dtype(model.dtype, checkpoint, torch.device("cpu")) == torch.bfloat16
+        and has_bfloat16_products()
+        and config.attention in ("auto", "cpu")
+        and config.fused_layers
+        and not config.batch_invariant
+        and config.kv_cache_dtype == "auto"
+        and model.quantization != "int8"
+        and not checkpoint.adapters
+    )
 
 
 def serve(

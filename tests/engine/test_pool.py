@@ -32,8 +32,8 @@ CONFIG = EngineConfig(num_blocks=256, max_num_seqs=16, workers="2", num_threads=
 PROMPTS = [random_prompt(i % 5, 20 + i % 30) for i in range(60)]
 
 
-def open_folder(folder: Path) -> Checkpoint:
-    return open_checkpoint(ModelConfig(path=str(folder), dtype="float32", device="cpu"), offline=True)
+def open_folder(folder: Path, dtype: str = "float32") -> Checkpoint:
+    return open_checkpoint(ModelConfig(path=str(folder), dtype=dtype, device="cpu"), offline=True)
 
 
 def start(folder: Path) -> EnginePool:
@@ -184,6 +184,16 @@ def test_where_workers_run(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None
     one = [Placement("cpu", (0, 1, 2, 3), 4)]
     assert place_workers(checkpoint, auto, rows=1000) == [Placement("cpu", (i,), 1) for i in range(4)]
     assert place_workers(checkpoint, auto, rows=10) == one
+    monkeypatch.setattr(worker_module, "has_bfloat16_products", lambda: True)
+    halves = open_folder(llama, dtype="bfloat16")
+    pairs = [Placement("cpu", (0, 1), 2), Placement("cpu", (2, 3), 2)]
+    assert place_workers(halves, auto, rows=1000) == pairs
+    assert place_workers(halves, auto, rows=10) == one
+    assert place_workers(halves, replace(auto, num_threads=3), rows=1000) == [Placement("cpu", (0, 1, 2, 3), 3)]
+    five = place_workers(halves, replace(auto, num_threads=5), rows=1000)
+    assert five == [Placement("cpu", (0, 1), 2), Placement("cpu", (2, 3, 0), 3)]
+    assert len(place_workers(halves, replace(auto, batch_invariant=True), rows=1000)) == 4
+    assert len(place_workers(halves, replace(auto, kv_cache_dtype="int8"), rows=1000)) == 4
     assert place_workers(checkpoint, auto, rows=None) == one
     two = place_workers(checkpoint, replace(auto, workers="2"), rows=1)
     assert two == [Placement("cpu", (0, 1), 2), Placement("cpu", (2, 3), 2)]
