@@ -56,7 +56,7 @@ class EngineConfig:
     )
     workers: str = setting(
         "auto",
-        "engine processes: a number, or auto (one per GPU; small models on a CPU: one per core, or per two in bfloat16)",
+        "engine processes: a number, or auto (one per GPU; small models on a CPU: one per core, in bfloat16 per two)",
         identity=False,
     )
     num_threads: int | None = setting(None, "CPU threads; default: all cores given to the process", identity=False)
