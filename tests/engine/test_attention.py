@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from batchrun.engine.attention import cpu
-from batchrun.engine.attention.base import AttentionBackend, LayerCall, LayerGeometry
+from batchrun.engine.attention.base import AttentionBackend, LayerCall, LayerGeometry, zero_pages
 from batchrun.engine.attention.prefix import prefix_groups
 from batchrun.engine.attention.registry import BACKENDS
 from batchrun.engine.batch import Batch, make_batch
@@ -162,6 +162,15 @@ def test_equals_naive_attention(backend_class: type[AttentionBackend], name: str
         backend.begin(batch)
         out = backend.attend(rows.call, *(rows.flat(batch, x) for x in (rows.q, rows.k, rows.v)))
         torch.testing.assert_close(out.double(), rows.expected(batch, rows.call), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn], ids=str)
+def test_new_pages_are_zeros_that_can_be_written(dtype: torch.dtype) -> None:
+    pages = zero_pages((3, 5, 7), dtype, CPU)
+    assert (pages.shape, pages.dtype) == ((3, 5, 7), dtype)
+    assert (pages.float() == 0).all()
+    pages[1] = 1
+    assert float(pages.float().sum()) == 35
 
 
 def test_layers_keep_their_own_pages_and_windows(backend_class: type[AttentionBackend]) -> None:
