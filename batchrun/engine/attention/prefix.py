@@ -6,6 +6,7 @@ numpy only. Sharing is physical here: two rows share a prefix where their block 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -23,6 +24,50 @@ class PrefixGroup:
     @property
     def depth(self) -> int:
         return len(self.blocks)
+
+
+class Sharing(NamedTuple):
+    """G groups of a step as flat arrays, all int64: what kernels read, and what plans are made from.
+
+    Group g has the queries `tokens` [N], which stand at `positions` [N], from `token_starts[g]` on, of [G + 1].
+    """
+
+    first_keys: np.ndarray  # [R]: positions that its group reads for a row
+    leaders: np.ndarray  # [G]: a row of each
+    shared_lens: np.ndarray  # [G]: positions that are shared
+    token_starts: np.ndarray
+    tokens: np.ndarray
+    positions: np.ndarray
+
+    @property
+    def token_counts(self) -> np.ndarray:
+        return np.diff(self.token_starts)
+
+    @classmethod
+    def none(cls) -> Self:
+        """Of no rows."""
+        return cls.of([], 1, *(np.empty(0, dtype=np.int64) for _ in range(3)))
+
+    @classmethod
+    def of(
+        cls,
+        groups: list[PrefixGroup],
+        block_size: int,
+        query_starts: np.ndarray,
+        query_lens: np.ndarray,
+        positions: np.ndarray,
+    ) -> Self:
+        """Of rows whose queries are at `query_starts` and so many (both int64 [R]) among `positions` int64 [T]."""
+        rows = np.concatenate([np.empty(0, dtype=np.int64), *(group.rows for group in groups)])
+        shared = np.array([group.depth * block_size for group in groups], dtype=np.int64)
+        sizes = np.array([len(group.rows) for group in groups], dtype=np.int64)
+        counts = query_lens[rows]
+        ends = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        tokens = np.repeat(query_starts[rows] - ends[:-1], counts) + np.arange(ends[-1])
+        first_keys = np.zeros_like(query_lens)
+        first_keys[rows] = np.repeat(shared, sizes)
+        starts = np.concatenate([[0], np.cumsum(sizes)])
+        return cls(first_keys, rows[starts[:-1]], shared, ends[starts], tokens, positions[tokens])
 
 
 def prefix_groups(
