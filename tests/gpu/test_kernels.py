@@ -12,37 +12,11 @@ import torch
 from torch.utils._pytree import tree_map
 
 from tests.kernels import (
-    test_act_and_mul,
-    test_gather_last,
-    test_grouped_gemm,
-    test_merge_runs,
-    test_paged_decode,
-    test_paged_prefill,
-    test_penalise,
-    test_prefix_group,
-    test_reshape_and_cache,
-    test_rms_norm,
-    test_rope_and_cache,
     test_sample,
-    test_token_logprobs,
 )
 
 DEVICE = torch.device("cuda")
-MODULES = (
-    test_act_and_mul,
-    test_gather_last,
-    test_grouped_gemm,
-    test_merge_runs,
-    test_paged_decode,
-    test_paged_prefill,
-    test_penalise,
-    test_prefix_group,
-    test_reshape_and_cache,
-    test_rms_norm,
-    test_rope_and_cache,
-    test_sample,
-    test_token_logprobs,
-)
+MODULES = [module for name, module in list(globals().items()) if name.startswith("test_")]
 WITHOUT_KERNELS = {"test_noise_is_that_of_the_engine"}
 
 
