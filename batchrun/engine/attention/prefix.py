@@ -90,33 +90,32 @@ def shared_prefixes(
     """
     limit = computed // block_size
     left = np.flatnonzero((limit > 0) & (tables[:, 0] != HOLE))
+    order = left[np.argsort(tables[left, 0], kind="stable")]
+    _, starts, counts = np.unique(tables[order, 0], return_index=True, return_counts=True)
     groups: list[PrefixGroup] = []
-    while len(left) >= min_rows:
-        firsts, counts = np.unique(tables[left, 0], return_counts=True)
-        if counts.max() < min_rows:
-            break
-        members = left[tables[left, 0] == firsts[counts.argmax()]]
-        group = _best_group(tables, members, limit, min_rows)
-        left = left[~np.isin(left, members if group is None else group.rows)]
-        if group is not None and (len(group.rows) - 1) * group.depth >= min_saved:
-            groups.append(group)
+    for start, count in zip(starts[counts >= min_rows], counts[counts >= min_rows], strict=True):
+        members = order[start : start + count]
+        while len(members) >= min_rows:
+            group = _best_group(tables, members, limit, min_rows)
+            members = members[~np.isin(members, group.rows)]
+            if (len(group.rows) - 1) * group.depth >= min_saved:
+                groups.append(group)
     return groups
 
 
-def _best_group(tables: np.ndarray, members: np.ndarray, limit: np.ndarray, min_rows: int) -> PrefixGroup | None:
-    """The deepest worthwhile group along the most common path through the members' tables."""
-    best: PrefixGroup | None = None
-    saved = 0
-    alive = members
-    for depth in range(1, int(limit[members].max()) + 1):
-        alive = alive[limit[alive] >= depth]
-        if len(alive) < min_rows:
-            break
-        values, counts = np.unique(tables[alive, depth - 1], return_counts=True)
-        alive = alive[tables[alive, depth - 1] == values[counts.argmax()]]
-        if len(alive) < min_rows:
-            break
-        if (len(alive) - 1) * depth > saved:
-            saved = (len(alive) - 1) * depth
-            best = PrefixGroup(alive, tables[alive[0], :depth].astype(np.int64))
+def _best_group(tables: np.ndarray, members: np.ndarray, limit: np.ndarray, min_rows: int) -> PrefixGroup:
+    """The group that saves most along the most common path through the members' tables, which begin alike."""
+    best = PrefixGroup(members, tables[members[0], :1].astype(np.int64))
+    depth, saved = 0, 0
+    while len(members) >= min_rows:
+        blocks = tables[members, depth : int(limit[members].min())]
+        differ = (blocks != blocks[0]).any(axis=0)
+        depth += int(differ.argmax()) if differ.any() else len(differ)
+        if (len(members) - 1) * depth > saved:
+            saved = (len(members) - 1) * depth
+            best = PrefixGroup(members, tables[members[0], :depth].astype(np.int64))
+        members = members[limit[members] > depth]
+        if len(members) >= min_rows:
+            values, counts = np.unique(tables[members, depth], return_counts=True)
+            members = members[tables[members, depth] == values[counts.argmax()]]
     return best
