@@ -138,7 +138,7 @@ def test_rows_of_a_few_sets_of_rules() -> None:
         SamplingParams(bad_words=("w5 w4 w9 w3 w8",), logit_bias=bias),
         SamplingParams(allowed_token_ids=tuple(range(60)), min_tokens=2, logit_bias=bias),
     )
-    tails = ([3, 4], [4], [5, 4, 9, 3], [], [9, 4], [3])
+    tails: tuple[list[int], ...] = ([3, 4], [4], [5, 4, 9, 3], [], [9, 4], [3])
     rows = [(tails[i // len(sets)], sets[i % len(sets)]) for i in range(len(tails) * len(sets))]
     logits = random_logits(len(rows))
     each_alone_and_together(rows, [edited([row], logits[i : i + 1])[0] for i, row in enumerate(rows)], logits)
