@@ -127,12 +127,12 @@ def _decode_kernel(
             k_block_stride, k_token_stride, v_block_stride, v_token_stride,
             True, HAS_WINDOW, HAS_SOFTCAP, BLOCK_SIZE, TILE, DK, DV, DK_PAD, DV_PAD,
         )  # fmt: skip
-        acc, lse = normalised(peak, total, acc)
         is_last = chunks == 1
         if chunks > 1:
+            values, lse = normalised(peak, total, acc)
             run_row = (unit * PARTS + part) * ROWS + every_row.to(tl.int64)
             run_mask = is_row[:, None] & (dv[None, :] < DV)
-            tl.store(runs_ptr + run_row[:, None] * DV + dv[None, :], acc, mask=run_mask)
+            tl.store(runs_ptr + run_row[:, None] * DV + dv[None, :], values, mask=run_mask)
             tl.store(run_lse_ptr + run_row, lse, mask=is_row)
             tl.debug_barrier()  # every thread's part is written before one thread says so
             arrived = tl.atomic_add(arrived_ptr + sequence * PARTS + part, 1, sem="acq_rel", scope="gpu")
@@ -155,10 +155,10 @@ def _decode_kernel(
                     total = total * decay + weight
                     acc = acc * decay[:, None] + run * weight[:, None]
                     peak = new_peak
-                acc, lse = normalised(peak, total, acc)
         if is_last:
+            values, lse = normalised(peak, total, acc)
             out_place = out_ptr + (place * out_stride + head * out_head_stride)[:, None] + dv[None, :]
-            values = (acc * value_scale).to(out_ptr.dtype.element_ty)
+            values = (values * value_scale).to(out_ptr.dtype.element_ty)
             tl.store(out_place, values, mask=is_row[:, None] & (dv[None, :] < DV))
             if lse_ptr is not None:
                 tl.store(lse_ptr + place * (KV_HEADS * GROUP) + head, lse, mask=is_row)

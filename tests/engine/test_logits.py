@@ -129,6 +129,22 @@ def test_bad_words() -> None:
     each_alone_and_together([(row, SamplingParams(bad_words=words)) for row in rows], expected, logits)
 
 
+def test_rows_of_a_few_sets_of_rules() -> None:
+    """In turns, with rows without any among them: what each gets alone."""
+    bias: Any = {12: 4.0, 30: -1.0}
+    sets = (
+        SamplingParams(bad_words=("w3 w4 w5", "w4 w9", "w7"), min_tokens=3),
+        SamplingParams(),
+        SamplingParams(bad_words=("w5 w4 w9 w3 w8",), logit_bias=bias),
+        SamplingParams(allowed_token_ids=tuple(range(60)), min_tokens=2, logit_bias=bias),
+    )
+    tails: tuple[list[int], ...] = ([3, 4], [4], [5, 4, 9, 3], [], [9, 4], [3])
+    rows = [(tails[i // len(sets)], sets[i % len(sets)]) for i in range(len(tails) * len(sets))]
+    logits = random_logits(len(rows))
+    each_alone_and_together(rows, [edited([row], logits[i : i + 1])[0] for i, row in enumerate(rows)], logits)
+    assert len({str(row.isinf().nonzero().tolist()) for row in edited(rows, logits)}) >= 8
+
+
 def test_words_of_the_prompt_do_not_begin_a_bad_word() -> None:
     logits = random_logits(1)
     changed = edited([([], SamplingParams(bad_words=("w30 w7",)))], logits)

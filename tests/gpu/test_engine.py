@@ -12,6 +12,7 @@ import torch
 
 from batchrun.config import EngineConfig
 from batchrun.engine import host_pages
+from batchrun.engine.attention import triton
 from batchrun.engine.experts_device import GroupedExperts
 from batchrun.engine.host_pages import make_swap
 from batchrun.engine.layers_device import DeviceLayer
@@ -67,7 +68,12 @@ def test_equals_generate_with_kv_in_host_memory(
 
 @pytest.mark.parametrize("option", ["overlap", "cuda_graphs"])
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
-def test_says_the_same_with_it_on_and_off(option: str, family: str, family_folder: Callable[[str], Path]) -> None:
+def test_says_the_same_with_it_on_and_off(
+    option: str, family: str, family_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that share pages read them together, however few they are."""
+    monkeypatch.setattr(triton, "MIN_GROUP_ROWS", 2)
+    monkeypatch.setattr(triton, "MIN_SAVED_BLOCKS", 1)
     if option not in {field.name for field in fields(EngineConfig)}:
         pytest.skip(f"there is no engine.{option}")
     said = []
