@@ -51,7 +51,6 @@ def test_chat_template_and_end_of_turn(tokenizer, smollm2: Path):
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert GenerationConfig.from_pretrained(smollm2).eos_token_id == end
     assert tokenizer.eos_token_id == tokenizer.pad_token_id == end
-    assert tokenizer.decode(tokenizer("as it is , with spaces .")["input_ids"]) == "as it is , with spaces ."
 
 
 def test_model_answers_sensibly(tokenizer, smollm2: Path):

@@ -45,7 +45,7 @@ class Engine:
         # Prompts with a common prefix lie side by side, as in generate_batch.
         order = sorted(range(len(rows)), key=lambda i: rows[i][0], reverse=True)
         with (
-            torch.inference_mode(),
+            torch.no_grad(),  # not inference mode: the manager writes to its tensors in a thread that is not in it
             self.model.continuous_batching_context_manager(
                 generation_config=self.generation, continuous_batching_config=self.batching
             ) as manager,
