@@ -110,7 +110,7 @@ def _read_config(folder: Path, model: ModelConfig) -> Any:
         raise ConfigError(f"model={model.path}: {folder} has no config.json, so it is not a transformers model folder")
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:  # of a config.json that is no object
         if not model.trust_remote_code and _has_own_code(folder):
             raise ConfigError(
                 f"model={model.path} brings Python code of its own, which is not run unless asked for: "

@@ -121,8 +121,9 @@ def test_bad_words() -> None:
     rows = [[], [3], [3, 4], [9, 3, 4], [53, 54], [103], [153], [3, 54]]
     logits = random_logits(len(rows))
     processor = NoBadWordsLogitsProcessor(ids, eos_token_id=[EOS])
+    before = [9] * 3  # some releases see no word in a text that is shorter than the word
     expected = [
-        processor(torch.tensor([generated], dtype=torch.int64), logits[i : i + 1].clone())[0]
+        processor(torch.tensor([before + generated], dtype=torch.int64), logits[i : i + 1].clone())[0]
         for i, generated in enumerate(rows)
     ]
     assert [int(row.isinf().sum()) for row in expected] == [2, 2, 3, 3, 3, 3, 3, 2]

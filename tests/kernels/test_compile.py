@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 from batchrun_kernels.roofline import shapes
 
@@ -25,6 +29,7 @@ print(json.dumps({"case": "starved", **targets.compile_launch(starved, "sm_90").
 for (kernel, shape), make in timing.launches(torch.device("meta"), 132).items():
     print(json.dumps({"timed": [kernel, shape], "kernels": [x.kernel.__name__ for x in targets.record(make())]}))
 """
+CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 TARGETS = ("sm_80", "sm_90", "gfx942")
 Row = dict[str, Any]
 
@@ -76,11 +81,21 @@ def test_every_kernel_compiles_for_every_target(rows: list[Row]) -> None:
 
 
 def test_no_kernel_spills_registers(rows: list[Row]) -> None:
-    """Prompts have large tiles that are chosen for Hopper's: elsewhere a few registers spill."""
+    """Prompts have large tiles that are chosen for Hopper's: elsewhere a few registers spill. So do six at most of the
+    sampler's in a Triton before the one of constraints.txt: 3.6 keeps to 128 of them."""
     spilled = [row for row in rows if row["spilled"] and row["case"] != "starved"]
     elsewhere = [row for row in spilled if row["case"].startswith("pref") and row["target"] != "sm_90"]
-    assert [row for row in spilled if row not in elsewhere] == []
+    sampler = [row for row in spilled if row["kernel"] == "_sample_kernel" and triton_is_older()]
+    assert [row for row in spilled if row not in elsewhere + sampler] == []
     assert all(row["spilled"] <= 96 for row in elsewhere)
+    assert all(row["spilled"] <= 24 for row in sampler)
+
+
+def triton_is_older() -> bool:
+    """Than what constraints.txt has."""
+    pinned = re.search(r"^triton==(\S+)", CONSTRAINTS.read_text(), re.MULTILINE)
+    assert pinned is not None
+    return Version(version("triton")) < Version(pinned[1])
 
 
 def test_a_spill_would_be_seen(rows: list[Row]) -> None:
