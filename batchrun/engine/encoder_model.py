@@ -15,7 +15,9 @@ from batchrun.engine.linear import PackedLinear
 from batchrun.engine.model import load_module
 from batchrun.engine.pooler import EmbeddingPooler, Pooler, ScorePooler
 from batchrun.engine.pooling import Embed
+from batchrun.engine.precision import float32_products, keep_angles_exact
 from batchrun.engine.support import UnsupportedModel, encoder_class
+from batchrun_kernels.precision import IEEE, TF32
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ class EncoderModel:
             config.use_cache = False
         parameter = next(module.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
+        self._precision = IEEE  # of products of float32
         self.vocab_size: int = module.get_input_embeddings().weight.shape[0]
         self.pad_id = pad_id  # None: whatever a batch does not hold
         self._takes_types = "token_type_ids" in inspect.signature(module.forward).parameters
@@ -43,6 +46,11 @@ class EncoderModel:
         self._embed = None
         if isinstance(pooler, EmbeddingPooler):
             self._embed = Embed(pooler, allow_pickle).to(self.device).eval().requires_grad_(False)
+
+    def allow_tf32(self) -> None:
+        """From now on let products of float32 be TF32's, but for those that make rotary angles."""
+        keep_angles_exact(self.module, self.device)
+        self._precision = TF32
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[np.ndarray], type_ids: Sequence[np.ndarray] | None = None) -> np.ndarray:
@@ -69,17 +77,21 @@ class EncoderModel:
         return torch.from_numpy(padded).to(self.device)
 
     def _hidden(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        hidden = getattr(self.module(**inputs), "last_hidden_state", None)
+        hidden = getattr(self._run(inputs), "last_hidden_state", None)
         if hidden is None:
             raise UnsupportedModel(f"{self.module.config.model_type}: it has no last hidden state to pool")
         found: torch.Tensor = hidden
         return found
 
+    def _run(self, inputs: dict[str, torch.Tensor]) -> Any:
+        with float32_products(self._precision, self.device):
+            return self.module(**inputs)
+
     def _scores(self, inputs: dict[str, torch.Tensor], pad: int) -> torch.Tensor:
         assert isinstance(self.pooler, ScorePooler)
         # Decoders score the last token that is no padding, which they tell by its id.
         self.module.config.get_text_config(decoder=True).pad_token_id = pad
-        logits: torch.Tensor = self.module(**inputs).logits.float()
+        logits: torch.Tensor = self._run(inputs).logits.float()
         if self.pooler.activation == "sigmoid":
             return logits.sigmoid()
         return logits.softmax(-1) if self.pooler.activation == "softmax" else logits

@@ -29,10 +29,12 @@ from batchrun.engine.memory import make_pool
 from batchrun.engine.model import choose_device, choose_dtype, load_model
 from batchrun.engine.pool import EnginePool
 from batchrun.engine.pooler import Pooler
+from batchrun.engine.precision import float32_products
 from batchrun.engine.quantized import check_int8, quantize_model
 from batchrun.engine.recorder import CudaRecorder
 from batchrun.engine.worker import place_workers
 from batchrun.errors import ConfigError
+from batchrun_kernels.precision import IEEE, TF32
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +75,8 @@ def load_single(
         check_setting(config, device, adapters=bool(checkpoint.adapters), encodes=pooler is not None)
     if pooler is not None:
         encoder = load_encoder_model(checkpoint, pooler, device, dtype, pack=config.fused_layers)
+        if checkpoint.model.dtype == TF32:
+            encoder.allow_tf32()
         return Encoder(encoder, pooler.max_length, config.max_num_seqs, config.max_batched_tokens)
     check_swap(config.swap_space, attention_backend(config.attention, device))
     quantized = checkpoint.model.quantization == "int8"
@@ -89,15 +93,18 @@ def load_single(
     block_size = page_size(config, backend)
     config = replace(config, block_size=block_size)
     name_products(model.module)
-    check_model(model, backend)
-    if config.fused_layers:
-        fuse_model(model)
-    if quantized:
-        quantize_model(model)
+    with float32_products(IEEE, device):  # what is compared is compared in full
+        check_model(model, backend)
+        if config.fused_layers:
+            fuse_model(model)
+        if quantized:
+            quantize_model(model)
     install(model, list(checkpoint.adapters.values()))
     if config.batch_invariant:
         make_invariant(model)
         check_invariance(model, paged)
+    if checkpoint.model.dtype == TF32:
+        model.allow_tf32()
     max_model_len, left = checkpoint.max_model_len, None
     if device.type == "cuda":
         memory, tokens = measure_memory(model, CudaMeter(device), config.max_batched_tokens, config.max_num_seqs)

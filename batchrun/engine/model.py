@@ -19,9 +19,11 @@ from batchrun.engine.feedback import Feedback
 from batchrun.engine.head import Head
 from batchrun.engine.kv_layout import KvLayout
 from batchrun.engine.lora import merge
+from batchrun.engine.precision import check_tf32, keep_angles_exact
 from batchrun.engine.staging import Staging
 from batchrun.engine.support import UnsupportedModel, is_vision_language
 from batchrun.errors import ConfigError
+from batchrun_kernels.precision import TF32
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,11 @@ class PagedModel:
         self._staged: tuple[np.ndarray, torch.Tensor] | None = None  # places of logits: on the host, on the device
         self._adapters: np.ndarray | None = None  # of the tokens that were computed last
         self.layers = self._probe()
+
+    def allow_tf32(self) -> None:
+        """From now on let products of float32 be TF32's, but for those that make rotary angles."""
+        keep_angles_exact(self.module, self.device)
+        self._head.precision = TF32
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -213,7 +220,13 @@ def choose_device(name: str) -> torch.device:
 
 def choose_dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
     """`auto` is the checkpoint's type; on a CPU float16 becomes float32, and bfloat16 too where the
-    processor has no instructions for it, since emulating either is slower than float32."""
+    processor has no instructions for it, since emulating either is slower than float32. For `tf32`, float32.
+
+    Raises ConfigError for tf32 on a device that has not got it.
+    """
+    if name == TF32:
+        check_tf32(device)
+        return torch.float32
     if name != "auto":
         dtype: torch.dtype = getattr(torch, name)
         return dtype
@@ -223,6 +236,11 @@ def choose_dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> tor
         log.info("the checkpoint is %s; computing in float32 on this CPU", dtype)
         return torch.float32
     return dtype
+
+
+def dtype_name(name: str, dtype: torch.dtype) -> str:
+    """How numbers are computed that `model.dtype` asks for, where `choose_dtype` chose this type."""
+    return TF32 if name == TF32 else str(dtype).removeprefix("torch.")
 
 
 def _cpu_has_bfloat16() -> bool:

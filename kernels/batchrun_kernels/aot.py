@@ -21,6 +21,7 @@ from batchrun_kernels.paged import FP8, KvPages, Rows, Scoring
 from batchrun_kernels.paged_decode import paged_decode
 from batchrun_kernels.paged_prefill import PrefillPlan, block_m_of, paged_prefill
 from batchrun_kernels.penalise import count_tokens, penalise
+from batchrun_kernels.precision import TF32
 from batchrun_kernels.prefix_group import Groups, plan_prefix, prefix_group
 from batchrun_kernels.reshape_and_cache import reshape_and_cache
 from batchrun_kernels.rms_norm import add_rms_norm, rms_norm
@@ -120,6 +121,15 @@ def _experts(tokens: int, hidden: int, inner: int, experts: int, dtype: torch.dt
     down_experts(gated, _meta(experts, hidden, inner, dtype=dtype), routing, _meta(tokens, 2, dtype=torch.float32))
 
 
+def _in_tf32(call: Callable[[], object]) -> None:
+    setting = torch.backends.cuda.matmul
+    before, setting.fp32_precision = setting.fp32_precision, TF32
+    try:
+        call()
+    finally:
+        setting.fp32_precision = before
+
+
 def _sample(dtype: torch.dtype) -> None:
     """What becomes of the logits of a step, up to the input of the next."""
     rows, vocabulary, capacity = 64, 151936, 256
@@ -163,6 +173,7 @@ def cases() -> dict[str, Callable[[], object]]:
         "experts 256 of 2048x768": partial(_experts, 2048, 2048, 768, 128),
         "experts 2048 of 4096x14336": partial(_experts, 2048, 4096, 14336, 8),
         "experts 64 float32": partial(_experts, 64, 2048, 768, 8, torch.float32),
+        "experts 64 tf32": partial(_in_tf32, partial(_experts, 64, 2048, 768, 8, torch.float32)),
         "decode 128 queries": partial(plain.decode, 8),
         "decode 128 page 16": plain._replace(block_size=16).decode,
         "decode 64 sinks window": gpt_oss.decode,
@@ -172,6 +183,7 @@ def cases() -> dict[str, Callable[[], object]]:
         "decode 128 fp8": plain._replace(kv_dtype=FP8).decode,
         "decode 128 fp8 bits": plain._replace(kv_dtype=torch.uint8).decode,
         "decode 128 float32": plain._replace(dtype=torch.float32).decode,
+        "decode 128 tf32": partial(_in_tf32, plain._replace(dtype=torch.float32).decode),
         "merge 8x128": _merge,
         "prefix 128": plain.prefix,
         "prefix 256 softcap window": gemma2.prefix,
@@ -179,6 +191,7 @@ def cases() -> dict[str, Callable[[], object]]:
         "prefill 64 sinks window": gpt_oss.prefill,
         "prefill 192/128": latent.prefill,
         "prefill 256 softcap window": gemma2.prefill,
+        "prefill 128 tf32": partial(_in_tf32, plain._replace(dtype=torch.float32).prefill),
         "prefix 128 fp8": plain._replace(kv_dtype=FP8).prefix,
         "prefill 128 fp8": plain._replace(kv_dtype=FP8).prefill,
         "prefill 128 fp8 bits": plain._replace(kv_dtype=torch.uint8).prefill,
@@ -186,10 +199,11 @@ def cases() -> dict[str, Callable[[], object]]:
 
 
 def targets_of(case: str) -> tuple[str, ...]:
-    """All targets; prompts in their less common forms for one, since they take long, and fp8 as a type where it is."""
+    """All targets; prompts in their less common forms for one, since they take long; fp8 and TF32 where they are."""
     if case.startswith("pref") and not case.endswith(" 128"):
         return ("sm_90",)
-    return tuple(target for target in TARGETS if not (case.endswith("fp8") and target == "sm_80"))
+    lacking = {"fp8": "sm_80", "tf32": "gfx942"}
+    return tuple(target for target in TARGETS if lacking.get(case.rpartition(" ")[2]) != target)
 
 
 def compile_all() -> Iterator[tuple[str, Resources]]:

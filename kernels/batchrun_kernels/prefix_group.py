@@ -35,6 +35,7 @@ from batchrun_kernels.paged import (
     upload_to,
 )
 from batchrun_kernels.paged_prefill import block_m_of
+from batchrun_kernels.precision import product_precision
 from batchrun_kernels.tuned import tuned
 
 MIN_CHUNK = 512  # keys: below, writing and reading partial results costs too much beside them
@@ -79,6 +80,7 @@ def _prefix_kernel(
     DV: tl.constexpr,
     DK_PAD: tl.constexpr,
     DV_PAD: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     unit = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -116,12 +118,12 @@ def _prefix_kernel(
         peak, total, acc = attend_keys(
             q, at, peak, total, acc, begin, edge, low, end, window, scale, softcap, table, k_head_ptr, v_head_ptr,
             k_block_stride, k_token_stride, v_block_stride, v_token_stride,
-            False, HAS_WINDOW, HAS_SOFTCAP, BLOCK_SIZE, TILE, DK, DV, DK_PAD, DV_PAD,
+            False, HAS_WINDOW, HAS_SOFTCAP, BLOCK_SIZE, TILE, DK, DV, DK_PAD, DV_PAD, PRECISION,
         )  # fmt: skip
     peak, total, acc = attend_keys(
         q, at, peak, total, acc, edge, end, low, end, window, scale, softcap, table, k_head_ptr, v_head_ptr,
         k_block_stride, k_token_stride, v_block_stride, v_token_stride,
-        True, HAS_WINDOW, HAS_SOFTCAP, BLOCK_SIZE, TILE, DK, DV, DK_PAD, DV_PAD,
+        True, HAS_WINDOW, HAS_SOFTCAP, BLOCK_SIZE, TILE, DK, DV, DK_PAD, DV_PAD, PRECISION,
     )  # fmt: skip
     values, lse = normalised(peak, total, acc)
     run = (place * HEADS + head) * SPLITS + split
@@ -237,6 +239,7 @@ def prefix_group(
         HAS_SOFTCAP=scoring.softcap is not None,
         TILE=tile_of(head_dim_of(pages), q.element_size()),
         **page_shape(pages),
+        PRECISION=product_precision(q.dtype),
         **_options(q, pages, plan.block_m),
         enable_fp_fusion=True,
     )
