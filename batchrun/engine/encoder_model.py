@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from batchrun.engine.checkpoint import Checkpoint
-from batchrun.engine.linear import PackedLinear
-from batchrun.engine.model import load_module
+from batchrun.engine.linear import PackedLinear, is_plain
+from batchrun.engine.model import float_type, load_module
 from batchrun.engine.pooler import EmbeddingPooler, Pooler, ScorePooler
 from batchrun.engine.pooling import Embed
 from batchrun.engine.precision import float32_products, keep_angles_exact
@@ -34,8 +34,7 @@ class EncoderModel:
         self.pooler = pooler
         for config in (module.config, module.config.get_text_config(decoder=True)):
             config.use_cache = False
-        parameter = next(module.parameters())
-        self.device, self.dtype = parameter.device, parameter.dtype
+        self.device, self.dtype = next(module.parameters()).device, float_type(module)
         self._precision = IEEE  # of products of float32
         self.vocab_size: int = module.get_input_embeddings().weight.shape[0]
         self.pad_id = pad_id  # None: whatever a batch does not hold
@@ -136,9 +135,9 @@ def load_encoder_model(
     """Load the weights, and try the model. Raises what `load_module` does, and UnsupportedModel."""
     purpose = "embed" if isinstance(pooler, EmbeddingPooler) else "rank"
     # A pooler is a layer on the first token, trained for other aims; checkpoints often come without it.
-    module = load_module(checkpoint, encoder_class(checkpoint.config, purpose), dtype, unused=("pooler.",))
+    module = load_module(checkpoint, encoder_class(checkpoint.config, purpose), device, dtype, unused=("pooler.",))
     pad_id = module.config.get_text_config(decoder=True).pad_token_id
-    model = EncoderModel(module.to(device), pooler, pad_id, checkpoint.model.allow_pickle)
+    model = EncoderModel(module, pooler, pad_id, checkpoint.model.allow_pickle)
     model.check()
     if pack and device.type == "cpu" and dtype in (torch.float32, torch.bfloat16):
         model.pack()
@@ -151,7 +150,7 @@ def _pack_linears(module: torch.nn.Module) -> list[tuple[torch.nn.Module, str, t
         (parent, name, child)
         for parent in module.modules()
         for name, child in parent.named_children()
-        if type(child) is torch.nn.Linear
+        if type(child) is torch.nn.Linear and is_plain(child)
     ]
     for parent, name, child in found:
         setattr(parent, name, PackedLinear([child]))

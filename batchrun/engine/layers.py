@@ -23,7 +23,7 @@ from batchrun.engine.attention.base import LayerCall
 from batchrun.engine.checkpoint import position_limit
 from batchrun.engine.device import runs_triton
 from batchrun.engine.experts import pack_experts
-from batchrun.engine.linear import PackedHead, PackedLinear
+from batchrun.engine.linear import PackedHead, PackedLinear, is_plain
 from batchrun.engine.mlp import GatedMLP, OriginalMLP, busy_children, mlp_forms, parts
 from batchrun_kernels.cpu.layer import rms_norm, rotate
 from batchrun_kernels.cpu.scalar import elements
@@ -155,7 +155,7 @@ def fuse_model(model: Any) -> int:
     layers = decoder_layers(model.module)
     replaced = replace_layers(model, fuse_layer)
     head = getattr(model.module, "lm_head", None)
-    if type(head) is torch.nn.Linear:
+    if type(head) is torch.nn.Linear and is_plain(head):
         model.module.lm_head = PackedHead([head])
     packed = _pack_linears(model, layers or [])
     count = len(layers or model.layers)
@@ -202,7 +202,7 @@ def _pack_linears(model: Any, layers: Any) -> int:
 def _linears(module: Any) -> Iterator[tuple[Any, str, Any]]:
     """Linear products below a module, with their parents and names, but for those that choose or weigh experts."""
     for name, child in module.named_children():
-        if type(child) is torch.nn.Linear and not hasattr(module, "experts"):
+        if type(child) is torch.nn.Linear and is_plain(child) and not hasattr(module, "experts"):
             yield module, name, child
         elif name not in ROUTERS:
             yield from _linears(child)
@@ -246,8 +246,10 @@ def has_known_parts(layer: Any) -> bool:
     if attention is None or mlp is None or not hasattr(attention, "head_dim"):
         return False
     known = {"self_attn", *MLP_NAMES, *NORM_NAMES}
-    linears = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "q_norm", "k_norm")
-    return busy_children(layer) <= known and busy_children(attention) <= set(linears)
+    linears = {"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"}
+    if not all(is_plain(child) for name, child in attention.named_children() if name in linears):
+        return False
+    return busy_children(layer) <= known and busy_children(attention) <= linears | {"q_norm", "k_norm"}
 
 
 def mlp_of(layer: Any) -> Any:

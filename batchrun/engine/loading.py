@@ -30,6 +30,7 @@ from batchrun.engine.model import choose_device, choose_dtype, load_model
 from batchrun.engine.pool import EnginePool
 from batchrun.engine.pooler import Pooler
 from batchrun.engine.precision import float32_products
+from batchrun.engine.prequantized import check_quantized
 from batchrun.engine.quantized import check_int8, quantize_model
 from batchrun.engine.recorder import CudaRecorder
 from batchrun.engine.worker import place_workers
@@ -71,6 +72,7 @@ def load_single(
         torch.set_num_threads(config.num_threads)
     device = choose_device(checkpoint.model.device)
     dtype = choose_dtype(checkpoint.model.dtype, checkpoint, device)
+    check_quantized(checkpoint, device, dtype)
     if config.batch_invariant:
         check_setting(config, device, adapters=bool(checkpoint.adapters), encodes=pooler is not None)
     if pooler is not None:

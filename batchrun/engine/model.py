@@ -20,6 +20,7 @@ from batchrun.engine.head import Head
 from batchrun.engine.kv_layout import KvLayout
 from batchrun.engine.lora import merge
 from batchrun.engine.precision import check_tf32, keep_angles_exact
+from batchrun.engine.prequantized import placement
 from batchrun.engine.staging import Staging
 from batchrun.engine.support import UnsupportedModel, is_vision_language
 from batchrun.errors import ConfigError
@@ -34,7 +35,7 @@ class PagedModel:
     def __init__(self, module: Any) -> None:
         self.module: Any = module.eval().requires_grad_(False)
         self.device: torch.device = next(module.parameters()).device
-        self.dtype: torch.dtype = next(module.parameters()).dtype
+        self.dtype: torch.dtype = float_type(module)
         self.vocab_size: int = module.get_input_embeddings().weight.shape[0]
         self.backend: AttentionBackend | None = None
         self.feedback: Feedback | None = None  # of steps that take tokens which the host has not read
@@ -139,24 +140,25 @@ def load_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype)
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     auto_class = AutoModelForImageTextToText if is_vision_language(checkpoint.config) else AutoModelForCausalLM
-    module = load_module(checkpoint, auto_class, dtype, hook.NAME)
-    if checkpoint.adapter is not None:
-        merge(module, checkpoint.adapter)
-    return PagedModel(module.to(device))
+    module = load_module(checkpoint, auto_class, device, dtype, hook.NAME)
+    return PagedModel(module)
 
 
 def load_module(
     checkpoint: Checkpoint,
     auto_class: Any,
+    device: torch.device,
     dtype: torch.dtype,
     attention: str | None = None,
     unused: tuple[str, ...] = (),
 ) -> Any:
-    """The transformers module with its weights. `attention` names its attention code; without, transformers chooses.
+    """The transformers module with its weights, on the device. `attention` names its attention code; without,
+    transformers chooses.
 
     Tensors whose names begin with one of `unused` need not be in the files. Raises as `load_model` does.
     """
     options, family = checkpoint.model, checkpoint.config.model_type
+    placed = placement(checkpoint.config, device)
     try:
         with _no_progress_bars():
             module, report = auto_class.from_pretrained(
@@ -167,6 +169,7 @@ def load_module(
                 use_safetensors=None if options.allow_pickle else True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are reported, and refused below
+                **placed,
             )
     except ValueError as error:
         raise UnsupportedModel(f"model={options.path}: {error}") from error
@@ -177,7 +180,9 @@ def load_module(
             raise
         raise UnsupportedModel(f"{family}: it picks its attention from a list of its own, where ours is not") from error
     _check_report(options.path, report, unused)
-    return module
+    if checkpoint.adapter is not None:
+        merge(module, checkpoint.adapter)
+    return module if placed else module.to(device)
 
 
 def _check_report(name: str | None, report: dict[str, Any], unused: tuple[str, ...]) -> None:
@@ -203,6 +208,11 @@ def _no_progress_bars() -> Iterator[None]:
     finally:
         if shown:
             transformers_logging.enable_progress_bar()
+
+
+def float_type(module: Any) -> torch.dtype:
+    """In which type a module computes: that of the first of its weights that are no integers of a quantised product."""
+    return next(x.dtype for x in module.parameters() if x.dtype in (torch.float32, torch.bfloat16, torch.float16))
 
 
 def choose_device(name: str) -> torch.device:
