@@ -10,7 +10,7 @@ import torch
 
 from batchrun.config import EngineConfig
 from batchrun.engine.acceptance import check_model
-from batchrun.engine.attention.base import kv_dtype
+from batchrun.engine.attention.base import AttentionBackend, kv_dtype
 from batchrun.engine.attention.cpu import CpuAttention
 from batchrun.engine.attention.registry import attention_backend, cache_backend, page_size
 from batchrun.engine.attention.torch import TorchAttention
@@ -23,10 +23,11 @@ from batchrun.engine.encoder_model import load_encoder_model
 from batchrun.engine.engine import Engine
 from batchrun.engine.host_pages import check_swap, make_swap
 from batchrun.engine.invariance import check_invariance, check_setting, make_invariant
+from batchrun.engine.kv_scales import read_scales
 from batchrun.engine.layers import fuse_model
 from batchrun.engine.lora import install, name_products
 from batchrun.engine.memory import make_pool
-from batchrun.engine.model import choose_device, choose_dtype, load_model
+from batchrun.engine.model import PagedModel, choose_device, choose_dtype, load_model
 from batchrun.engine.pool import EnginePool
 from batchrun.engine.pooler import Pooler
 from batchrun.engine.precision import float32_products
@@ -116,6 +117,8 @@ def load_single(
     held = kv_dtype(config.kv_cache_dtype, model.dtype)
     pool = make_pool(config, model.kv_layout, held, max_model_len, device, sharers, left)
     cache = paged(model.layers, pool.num_blocks, block_size, model.dtype, device)
+    if config.kv_cache_dtype == "fp8":
+        use_scales(cache, checkpoint, model)
     model.backend = cache
     if isinstance(cache, CpuAttention) and not config.batch_invariant and can_compile(model, paged, dtype):
         compile_layers(model, cache, config.num_threads)
@@ -137,3 +140,11 @@ def load_single(
         engine.executor.record(recorder, engine.max_model_len, engine.scheduler.expected_steps, at_once=forced)
     engine.scheduler.swap = make_swap(config.swap_space, model, pool)
     return engine
+
+
+def use_scales(cache: AttentionBackend, checkpoint: Checkpoint, model: PagedModel) -> None:
+    """Give pages of fp8 the scales that the checkpoint has. Raises ConfigError."""
+    from batchrun.engine.attention.triton import Fp8Attention
+
+    assert isinstance(cache, Fp8Attention)
+    cache.use_scales(read_scales(checkpoint.folder, model.layers, checkpoint.text_config.num_hidden_layers))
