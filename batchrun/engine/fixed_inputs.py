@@ -41,6 +41,11 @@ class FixedInputs:
         self.device = views(self._device)
         self._host = [{name: view.numpy() for name, view in views(piece).items()} for piece in self._pieces]
 
+    @property
+    def num_bytes(self) -> int:
+        """On the device."""
+        return self._device.nbytes
+
     def open(self) -> dict[str, np.ndarray]:
         """The arrays to fill for the next step, with what they held two steps ago; then `send`."""
         taken = self._taken[self._turn]

@@ -9,10 +9,12 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from batchrun.engine import hook
+from batchrun.engine.attention.base import LayerGeometry
 from batchrun.engine.attention.fixed import FixedDecode
 from batchrun.engine.attention.prefix import shared_prefixes
 from batchrun.engine.attention.triton import MIN_GROUP_ROWS, TritonAttention
@@ -55,6 +57,43 @@ def buckets(most: int) -> list[int]:
     return [*(rows for rows in (1, 2, 4, 8) if rows < most), *range(16, most, 16), most]
 
 
+def graph_bytes(
+    backend: type[TritonAttention],
+    layers: list[LayerGeometry],
+    shape: GraphShape,
+    step: int,
+) -> tuple[int, int]:
+    """Bytes of a device that DecodeGraphs will hold: its buffers, and an estimate of what the recorded steps do.
+
+    `step` is what a step of the most rows was found to take. Its memory stays with the recorded one, smaller ones fit
+    into it, and the outputs of each are kept.
+    """
+    rows, sizes = shape.rows, buckets(shape.rows)
+    pages = backend(layers, 1, shape.block_size, shape.dtype, torch.device("meta"))
+    pages.num_sms = shape.num_sms
+    attention = FixedDecode(pages, rows, -(-shape.max_model_len // shape.block_size))
+    attention.prepare(layers)
+    inputs = FixedInputs(_fields(rows), torch.device("meta"))
+    buffers = attention.num_bytes + inputs.num_bytes + rows * torch.int64.itemsize
+    outputs = sum(sizes[:-1]) * (shape.vocabulary * shape.dtype.itemsize + torch.int64.itemsize)
+    return buffers, step + outputs
+
+
+class GraphShape(NamedTuple):
+    """What the memory of DecodeGraphs depends on, beside the layers."""
+
+    rows: int
+    block_size: int
+    max_model_len: int
+    vocabulary: int
+    dtype: torch.dtype
+    num_sms: int
+
+
+def _fields(rows: int) -> dict[str, Field]:
+    return {name: Field((rows,), dtype) for name, (dtype, _) in FIELDS.items()}
+
+
 class DecodeGraphs:
     """The recorded steps of a model that attends with Triton's kernels. Unless `at_once`, they are recorded when the
     steps that have been, and `expected_steps` to come, are worth it."""
@@ -81,8 +120,7 @@ class DecodeGraphs:
         self._block_size = backend.block_size
         self._whole = [group.window is None for group in backend.layout.groups for _ in range(group.tables)]
         self._attention = FixedDecode(backend, slots.capacity, -(-max_model_len // backend.block_size))
-        fields = {name: Field((slots.capacity,), dtype) for name, (dtype, _) in FIELDS.items()}
-        self._inputs = FixedInputs(fields, model.device)
+        self._inputs = FixedInputs(_fields(slots.capacity), model.device)
         self._every = torch.arange(slots.capacity, device=model.device)
         self._recorded: dict[int, Recorded] = {}
         self._steps = 0
@@ -138,10 +176,12 @@ class DecodeGraphs:
     @torch.inference_mode()
     def _record_all(self) -> None:
         """Largest first: the others fit into its memory."""
+        before = self._recorder.reserved()
         for size in reversed(self.sizes):
             self._fill(None, size)
             self._recorded[size] = self._recorder.record(lambda size=size: self._compute(size))  # type: ignore[misc]
-        log.info("decode steps of %s rows are recorded", ", ".join(map(str, self.sizes)))
+        taken = (self._recorder.reserved() - before) / 2**30
+        log.info("decode steps of %s rows are recorded, in %.2f GiB", ", ".join(map(str, self.sizes)), taken)
 
     def _fill(self, batch: Batch | None, size: int) -> None:
         arrays, count = self._inputs.open(), 0 if batch is None else len(batch.slots)

@@ -13,11 +13,10 @@ from batchrun.engine.acceptance import check_model
 from batchrun.engine.attention.base import AttentionBackend, kv_dtype
 from batchrun.engine.attention.cpu import CpuAttention
 from batchrun.engine.attention.registry import attention_backend, cache_backend, page_size
-from batchrun.engine.attention.torch import TorchAttention
 from batchrun.engine.checkpoint import Checkpoint, eos_token_ids
 from batchrun.engine.compiled import can_compile, compile_layers
 from batchrun.engine.device import runs_triton
-from batchrun.engine.device_memory import CudaMeter, measure_memory
+from batchrun.engine.device_memory import CudaMeter, DeviceMemory, measure_memory
 from batchrun.engine.encoder import Encoder
 from batchrun.engine.encoder_model import load_encoder_model
 from batchrun.engine.engine import Engine
@@ -109,10 +108,14 @@ def load_single(
     if checkpoint.model.dtype == TF32:
         model.allow_tf32()
     max_model_len, left = checkpoint.max_model_len, None
+    forced = config.cuda_graphs == "on"
+    records = forced or (config.cuda_graphs == "auto" and runs_triton(device) and paged.name == "triton")
     if device.type == "cuda":
         memory, tokens = measure_memory(model, CudaMeter(device), config.max_batched_tokens, config.max_num_seqs)
         share = config.gpu_memory_utilization / -(-sharers // torch.cuda.device_count())
-        config, left = replace(config, max_batched_tokens=tokens), memory.left(share)
+        config = replace(config, max_batched_tokens=tokens)
+        memory = with_fixed(memory, model, paged, config, max_model_len, records=records)
+        left = memory.left(share)
         log.info("%s", memory.explain(share))
     held = kv_dtype(config.kv_cache_dtype, model.dtype)
     pool = make_pool(config, model.kv_layout, held, max_model_len, device, sharers, left)
@@ -134,8 +137,7 @@ def load_single(
         tuple(checkpoint.adapters),
         overlap=config.overlap == "on" or (config.overlap == "auto" and device.type == "cuda"),
     )
-    forced = config.cuda_graphs == "on"
-    if forced or (config.cuda_graphs == "auto" and runs_triton(device) and not isinstance(cache, TorchAttention)):
+    if records:
         recorder = CudaRecorder(device)
         engine.executor.record(recorder, engine.max_model_len, engine.scheduler.expected_steps, at_once=forced)
     engine.scheduler.swap = make_swap(config.swap_space, model, pool)
@@ -148,3 +150,33 @@ def use_scales(cache: AttentionBackend, checkpoint: Checkpoint, model: PagedMode
 
     assert isinstance(cache, Fp8Attention)
     cache.use_scales(read_scales(checkpoint.folder, model.layers, checkpoint.text_config.num_hidden_layers))
+
+
+def with_fixed(
+    memory: DeviceMemory,
+    model: PagedModel,
+    paged: type[AttentionBackend],
+    config: EngineConfig,
+    max_model_len: int,
+    *,
+    records: bool,
+) -> DeviceMemory:
+    """The sum with what the engine holds on a GPU from its load, or from its first need, to its end."""
+    memory = memory._replace(workspace=paged.workspace_bytes)
+    if not runs_triton(model.device):
+        return memory
+    from batchrun.engine.token_counts import table_bytes
+
+    rows = min(config.max_num_seqs, config.max_batched_tokens)
+    memory = memory._replace(penalties=table_bytes(rows, model.vocab_size))
+    from batchrun.engine.attention.triton import TritonAttention
+
+    if not records or not issubclass(paged, TritonAttention):
+        return memory
+    from batchrun.engine.graphs import GraphShape, graph_bytes
+
+    assert config.block_size is not None
+    sms = torch.cuda.get_device_properties(model.device).multi_processor_count
+    shape = GraphShape(rows, config.block_size, max_model_len, model.vocab_size, model.dtype, sms)
+    buffers, recorded = graph_bytes(paged, model.layers, shape, memory.logits)
+    return memory._replace(graph_buffers=buffers, graphs=recorded)

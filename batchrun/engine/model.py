@@ -106,7 +106,8 @@ class PagedModel:
         def attend(call: LayerCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Any) -> torch.Tensor:
             # A layer that shares the KV of an earlier one passes that layer's own tensors.
             same = (i for i, kv in enumerate(seen) if [x.data_ptr() for x in kv] == [k.data_ptr(), v.data_ptr()])
-            geometry.append(LayerGeometry(k.shape[1], k.shape[2], v.shape[2], next(same, None), call.window))
+            source = next(same, None)
+            geometry.append(LayerGeometry(k.shape[1], k.shape[2], v.shape[2], source, call.window, q.shape[1]))
             seen.append((k, v))
             return q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
 

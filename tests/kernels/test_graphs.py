@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from batchrun.engine import graphs
+from batchrun.config import EngineConfig
+from batchrun.engine import graphs, loading
 from batchrun.engine.attention import triton as backend_module
 from batchrun.engine.attention.triton import TritonAttention
+from batchrun.engine.device_memory import DeviceMemory
 from batchrun.engine.fixed_inputs import Field, FixedInputs
-from batchrun.engine.graphs import DecodeGraphs, buckets
+from batchrun.engine.graphs import DecodeGraphs, GraphShape, buckets, graph_bytes
 from batchrun.engine.llm import LLM
 from batchrun.engine.params import Request, SamplingParams
 from batchrun.engine.recorder import EagerRecorder, Recorded
@@ -91,6 +95,48 @@ def test_recorded_steps_say_the_same(
     assert engine.scheduler.num_preemptions > 0 or family != "llama"
     assert len(recorder.replayed) >= 5
     assert 4 in recorder.replayed, "three rows are padded"
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_their_memory_is_known_before_they_are_recorded(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The buffers to the byte; of the recorded steps what is kept beside one step of the most rows."""
+    llm = on_triton(make_model(family, tmp_path, num_hidden_layers=2), max_num_seqs=20, block_size=4)
+    engine = engine_of(llm)
+    model, capacity = engine.model, engine.scheduler.slots.capacity
+    engine.executor.record(EagerRecorder(), engine.max_model_len, engine.scheduler.expected_steps, at_once=True)
+    made = engine.executor.graphs
+    assert isinstance(model.backend, TritonAttention)
+    sms = model.backend.num_sms
+    shape = GraphShape(capacity, 4, engine.max_model_len, model.vocab_size, model.dtype, sms)
+    buffers, recorded = graph_bytes(TritonAttention, model.layers, shape, 1000)
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors(made._attention, {})}
+    held |= {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors(made._inputs, {})}
+    assert buffers == sum(held.values()) + made._every.nbytes
+    smaller = [each.outputs for size, each in made._recorded.items() if size != capacity]
+    assert len(smaller) == 5
+    assert recorded == 1000 + sum(part.nbytes for outputs in smaller for part in outputs)
+
+    config, memory = EngineConfig(block_size=4, max_num_seqs=capacity), DeviceMemory(1, 0, 0, 0, 1000)
+    monkeypatch.setattr(loading, "runs_triton", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=sms))
+    table = (capacity + 20) * model.vocab_size * 4
+    for records, more in ((True, (buffers, recorded)), (False, (0, 0))):
+        found = loading.with_fixed(memory, model, TritonAttention, config, engine.max_model_len, records=records)
+        assert found == DeviceMemory(1, 0, 0, 0, 1000, table, 0, *more)
+
+
+def tensors(holder: Any, seen: dict[int, Any]) -> Iterator[torch.Tensor]:
+    """Those that buffers of recorded steps hold on the device, pages and host copies aside."""
+    for name, value in vars(holder).items():
+        parts = list(value.values()) if isinstance(value, dict) else [value]
+        for part in parts:
+            if isinstance(part, torch.Tensor) and name not in ("_pieces", "_shape"):
+                yield part
+            elif type(part).__name__ in ("_Work", "FixedInputs") and id(part) not in seen:
+                seen[id(part)] = part
+                yield from tensors(part, seen)
 
 
 def test_steps_are_recorded_when_they_are_worth_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

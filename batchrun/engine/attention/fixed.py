@@ -6,13 +6,15 @@ The kernels' grids are of a fixed size and read lengths, block tables and their 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from batchrun.engine.attention.triton import TritonAttention, whole_columns
+from batchrun.engine.attention.base import LayerGeometry
+from batchrun.engine.attention.triton import LayerKind, TritonAttention, whole_columns
 from batchrun.engine.batch import Batch
 from batchrun.engine.fixed_inputs import Field, FixedInputs
 from batchrun_kernels.decode_plan import PROGRAMS_PER_SM, DecodePlan, plan_decode
@@ -61,6 +63,11 @@ class _Work:
         self._arrived = torch.zeros(most_rows * self._parts, dtype=torch.int32, device=device)
         self._runs = torch.empty(units, self._parts, *size, device=device)
         self._run_lse = self._runs.new_empty(self._runs.shape[:3])
+
+    @property
+    def num_bytes(self) -> int:
+        """On the device."""
+        return self._inputs.num_bytes + self._arrived.nbytes + self._runs.nbytes + self._run_lse.nbytes
 
     def fill(self, lens: np.ndarray) -> None:
         """Send the list for rows of these lengths (int64 [rows])."""
@@ -121,6 +128,21 @@ class FixedDecode(TritonAttention):
         self._kinds_of: list[set[Any]] = [set() for _ in range(tables)]
         self._lens = np.zeros(0, dtype=np.int64)
 
+    @property
+    def num_bytes(self) -> int:
+        """On the device, with the list of work of each kind of layers that has attended."""
+        held = sum(each.nbytes for each in (self._blocks, self._starts, self._ones))
+        held += self._inputs.num_bytes + self._sent_blocks.num_bytes
+        return held + sum(work.num_bytes for work in self._work.values())
+
+    def prepare(self, layers: Sequence[LayerGeometry]) -> None:
+        """Make the lists of work of layers whose number of query heads is known, before any of them attends."""
+        for layer, pages in zip(layers, self.pages, strict=True):
+            assert layer.num_heads is not None
+            _, _, kv_heads, key_dim = pages.keys.shape
+            kind = LayerKind(layer.window, layer.num_heads, kv_heads, key_dim, pages.values.shape[3])
+            self._make_work(kind, pages)
+
     @torch.inference_mode()
     def fill(self, batch: Batch | None, rows: int) -> None:
         """Send what a step of the batch, padded to so many rows, has to know; None: of padding alone."""
@@ -156,9 +178,15 @@ class FixedDecode(TritonAttention):
 
     def _plan(self, table: Any, kind: Any, pages: KvPages, *_: Any) -> Any:
         """Layers of a kind attend for the first time: their list of work gets its memory."""
-        if kind not in self._work:
-            self._work[kind] = _Work(kind.heads, kind.window, pages, self.dtype.itemsize, self.most_rows, self.num_sms)
+        if self._make_work(kind, pages):
             self._work[kind].fill(self._lens)
         number = next(i for i, each in enumerate(self._tables) if each is table)
         self._kinds_of[number].add(kind)
         return _Plans(self._work[kind].plan(len(table.slot_mapping)))
+
+    def _make_work(self, kind: LayerKind, pages: KvPages) -> bool:
+        """Whether there was no list yet for layers of this kind."""
+        if kind in self._work:
+            return False
+        self._work[kind] = _Work(kind.heads, kind.window, pages, self.dtype.itemsize, self.most_rows, self.num_sms)
+        return True

@@ -65,7 +65,7 @@ class _Groups:
     token_counts: list[int]
 
 
-class _Kind(NamedTuple):
+class LayerKind(NamedTuple):
     """Layers that are alike have the same plans."""
 
     window: int | None
@@ -89,7 +89,7 @@ class _Table:
     short: _Part | None
     long: _Part | None
     groups: _Groups | None = None
-    plans: dict[_Kind, _Plans] = field(default_factory=dict)
+    plans: dict[LayerKind, _Plans] = field(default_factory=dict)
 
 
 class TritonAttention(AttentionBackend):
@@ -119,7 +119,7 @@ class TritonAttention(AttentionBackend):
         self.pages = [KvPages(*kv) for kv in pages_of_heads(self.layout, num_blocks, block_size, held, device)]
         self._tables: list[_Table] = []
         # Of the layers of each table, as they have attended: from then on their plans are made with a step's begin.
-        self._kinds: list[dict[_Kind, KvPages]] = [{} for _ in range(self.layout.num_tables)]
+        self._kinds: list[dict[LayerKind, KvPages]] = [{} for _ in range(self.layout.num_tables)]
         self._staging = Staging(device)
 
     def begin(self, batch: Batch, staging: Staging | None = None) -> None:
@@ -194,14 +194,14 @@ class TritonAttention(AttentionBackend):
     def _plans(self, call: LayerCall, pages: KvPages, heads: int) -> _Plans:
         number = self.layout.tables[call.layer]
         table, (kv_heads, key_dim) = self._tables[number], pages.keys.shape[2:]
-        kind = _Kind(call.window, heads, kv_heads, key_dim, pages.values.shape[3])
+        kind = LayerKind(call.window, heads, kv_heads, key_dim, pages.values.shape[3])
         if kind not in table.plans:
             self._kinds[number][kind] = pages
             table.plans[kind] = self._plan(table, kind, pages, self._staging.put)
             self._staging.send()
         return table.plans[kind]
 
-    def _plan(self, table: _Table, kind: _Kind, pages: KvPages, put: Put) -> _Plans:
+    def _plan(self, table: _Table, kind: LayerKind, pages: KvPages, put: Put) -> _Plans:
         itemsize, sms, groups = self.dtype.itemsize, self.num_sms, table.groups
         decode = prefill = prefix = None
 
