@@ -137,11 +137,11 @@ class Seen:
     call: LayerCall
 
 
-def fuse_model(model: Any) -> int:
+def fuse_model(model: Any, pack: bool = True) -> int:
     """Put fused layers into a PagedModel; returns how many were replaced.
 
-    On the CPU the LM head, experts, and the linear products of layers that stay, are packed where they are; on a GPU
-    the products of experts are grouped.
+    On the CPU the LM head, experts, and unless `pack` is false the linear products of layers that stay, are packed
+    where they are; on a GPU the products of experts are grouped.
     """
     if runs_triton(model.device):
         from batchrun.engine.experts_device import group_experts
@@ -157,7 +157,7 @@ def fuse_model(model: Any) -> int:
     head = getattr(model.module, "lm_head", None)
     if type(head) is torch.nn.Linear and is_plain(head):
         model.module.lm_head = PackedHead([head])
-    packed = _pack_linears(model, layers or [])
+    packed = _pack_linears(model, layers or []) if pack else 0
     count = len(layers or model.layers)
     log.info(
         "%d of %d layers are fused; %d sets of experts, %d other products packed", replaced, count, experts, packed
@@ -209,11 +209,11 @@ def _linears(module: Any) -> Iterator[tuple[Any, str, Any]]:
 
 
 @torch.inference_mode()
-def dry_logits(model: Any) -> torch.Tensor:
-    """Logits float32 [11, vocabulary] of a few tokens, in a forward without pages."""
-    tokens = torch.arange(PROBE_TOKENS) * 7 % model.vocab_size
-    with hook.forward_context(plain_attention):
-        logits: torch.Tensor = model.run(tokens, torch.arange(PROBE_TOKENS), torch.arange(PROBE_TOKENS))
+def dry_logits(model: Any, count: int = PROBE_TOKENS) -> torch.Tensor:
+    """Logits float32 [count, vocabulary] of a few tokens, in a forward without pages."""
+    tokens = torch.arange(count) * 7 % model.vocab_size
+    with hook.forward_context(_contiguous_attention):
+        logits: torch.Tensor = model.run(tokens, torch.arange(count), torch.arange(count))
     return logits.float()
 
 
@@ -293,6 +293,11 @@ def watch(model: Any, layers: Any) -> dict[int, Seen]:
         for handle in handles:
             handle.remove()
     return seen
+
+
+def _contiguous_attention(call: LayerCall, *given: Any) -> torch.Tensor:
+    """With the strides of a backend's: compiled layers have graphs of their own for others, of one token too."""
+    return plain_attention(call, *given).clone(memory_format=torch.contiguous_format)
 
 
 def plain_attention(call: LayerCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Any) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from batchrun.config import EngineConfig
+from batchrun.engine import torch_compile
 from batchrun.engine.acceptance import check_model
 from batchrun.engine.attention.base import AttentionBackend, kv_dtype
 from batchrun.engine.attention.cpu import CpuAttention
@@ -73,6 +74,8 @@ def load_single(
     device = choose_device(checkpoint.model.device)
     dtype = choose_dtype(checkpoint.model.dtype, checkpoint, device)
     check_quantized(checkpoint, device, dtype)
+    if config.torch_compile:
+        torch_compile.check_compile(config, checkpoint, device, encodes=pooler is not None)
     if config.batch_invariant:
         check_setting(config, device, adapters=bool(checkpoint.adapters), encodes=pooler is not None)
     if pooler is not None:
@@ -98,7 +101,9 @@ def load_single(
     with float32_products(IEEE, device):  # what is compared is compared in full
         check_model(model, backend)
         if config.fused_layers:
-            fuse_model(model)
+            fuse_model(model, pack=not config.torch_compile)
+        if config.torch_compile:
+            torch_compile.compile_layers(model)
         if quantized:
             quantize_model(model)
     install(model, list(checkpoint.adapters.values()))
