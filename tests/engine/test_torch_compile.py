@@ -83,7 +83,7 @@ def test_without_a_compiler_it_is_refused_before_the_model_loads(llama: Path, mo
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch_invariant": True}, r"not there for engine\.batch_invariant=true"),
+        ({"batch_invariant": True, "block_size": 128}, r"not there for engine\.batch_invariant=true"),
         ({"quantization": "int8"}, r"not there for model\.quantization=int8"),
         ({"adapters": {"a": "ADAPTER"}}, r"not there for model\.adapters, .*: use model\.adapter; or set"),
     ],

@@ -146,7 +146,7 @@ def test_one_scale_for_both_and_layers_that_read_the_kv_of_others(tmp_path: Path
 @pytest.mark.parametrize(
     ("layer", "value", "message"),
     [
-        (0, [0.1, 0.2], r"one scale for the keys of a layer .* layers\.0\.self_attn\.k_scale in .* has 2: set"),
+        (0, [0.1, 0.2], r"one scale for the keys of a layer .*layers\.0\.self_attn\.k_scale in .* has 2: set"),
         (0, [0.0], r"is 0\.0, and a scale must be above 0"),
         (2, [0.1], r"are of 3 layers, and this model of 2 attends 2 times: set engine\.kv_cache_dtype=auto"),
     ],
