@@ -16,9 +16,10 @@ from transformers import AttentionInterface
 
 from batchrun.config import EngineConfig
 from batchrun.engine import hook
+from batchrun.engine.acceptance import TOLERANCE
 from batchrun.engine.checkpoint import Checkpoint
 from batchrun.engine.device import runs_triton
-from batchrun.engine.layers import PROBE_TOKENS, TOLERANCE, decoder_layers, dry_logits
+from batchrun.engine.layers import PROBE_TOKENS, decoder_layers, dry_logits
 from batchrun.errors import ConfigError
 
 log = logging.getLogger(__name__)

@@ -143,9 +143,9 @@ def test_what_is_compared_at_load_is_compared_in_full(llama: Path, monkeypatch: 
     for name in ("check_model", "fuse_model"):
         original = getattr(loading, name)
 
-        def noted(*args: Any, original: Any = original) -> Any:
+        def noted(*args: Any, original: Any = original, **kwargs: Any) -> Any:
             seen.append(MATMUL.fp32_precision)
-            return original(*args)
+            return original(*args, **kwargs)
 
         monkeypatch.setattr(loading, name, noted)
     load(llama, dtype="tf32").close()
