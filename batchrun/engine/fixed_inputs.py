@@ -44,6 +44,11 @@ class FixedInputs:
         self._host = [{name: view.numpy() for name, view in views(each.pinned).items()} for each in self._buffers]
         self._turn = 0
 
+    @property
+    def num_bytes(self) -> int:
+        """On the device."""
+        return self._buffers[0].size
+
     def open(self) -> dict[str, np.ndarray]:
         """The arrays to fill for the next step, with what they held two steps ago; then `send`."""
         self._buffers[self._turn].wait()

@@ -17,6 +17,7 @@ import torch
 
 from batchrun.engine import hook
 from batchrun.engine.adapted import adapted, adapter_bytes
+from batchrun.engine.attention.base import LayerGeometry
 from batchrun.engine.attention.fixed import FixedTables
 from batchrun.engine.attention.prefix import Sharing
 from batchrun.engine.attention.triton import TritonAttention, most_groups
@@ -66,6 +67,56 @@ class Form(NamedTuple):
     grouped: bool  # for rows that read shared pages together
     adapted: bool  # for rows with adapters
 
+    def sizes(self, most: int) -> list[int]:
+        """Numbers of rows that are recorded of it."""
+        return [rows for rows in buckets(most) if most_groups(rows) or not self.grouped]
+
+
+def forms(shares: bool, adapts: bool) -> list[Form]:
+    """All that there may be, for rows that may share pages and have adapters."""
+    with_groups, with_adapters = ((False, True) if some else (False,) for some in (shares, adapts))
+    return [Form(*each) for each in product(with_groups, with_adapters)]
+
+
+def adapts(module: torch.nn.Module) -> bool:
+    """Whether steps with the adapters in the model are recorded."""
+    return 0 < adapter_bytes(module) <= MOST_ADAPTER_BYTES
+
+
+class GraphShape(NamedTuple):
+    """What the memory of DecodeGraphs depends on, beside the layers."""
+
+    rows: int
+    block_size: int
+    max_model_len: int
+    vocabulary: int
+    dtype: torch.dtype
+    num_sms: int
+    adapts: bool = False
+
+
+def graph_bytes(
+    backend: type[TritonAttention], layers: list[LayerGeometry], shape: GraphShape, step: int
+) -> tuple[int, int]:
+    """Bytes of a device that DecodeGraphs will hold: its buffers, and an estimate of what the recorded steps do.
+
+    `step` is what a step of the most rows was found to take. Its memory stays with the one recorded first, the others
+    fit into it, and the outputs of each are kept.
+    """
+    rows = shape.rows
+    pages = backend(layers, 1, shape.block_size, shape.dtype, torch.device("meta"))
+    pages.num_sms = shape.num_sms
+    tables = FixedTables(pages, rows, -(-shape.max_model_len // shape.block_size))
+    tables.prepare(layers)
+    inputs = FixedInputs(_fields(rows), torch.device("meta"))
+    buffers = tables.num_bytes + inputs.num_bytes + rows * torch.int64.itemsize
+    kept = sum(sum(form.sizes(rows)) for form in forms(pages.shares, shape.adapts)) - rows
+    return buffers, step + kept * (shape.vocabulary * shape.dtype.itemsize + torch.int64.itemsize)
+
+
+def _fields(rows: int) -> dict[str, Field]:
+    return {name: Field((rows,), dtype) for name, (dtype, _) in FIELDS.items()}
+
 
 class DecodeGraphs:
     """The recorded steps of a model that attends with Triton's kernels. Unless `at_once`, those of a form are recorded
@@ -92,20 +143,17 @@ class DecodeGraphs:
         self._recorder = recorder
         self._expected_steps = expected_steps
         self._tables = FixedTables(backend, slots.capacity, -(-max_model_len // backend.block_size))
-        fields = {name: Field((slots.capacity,), dtype) for name, (dtype, _) in FIELDS.items()}
-        self._inputs = FixedInputs(fields, model.device)
-        num_bytes = adapter_bytes(model.module)
-        self._adapts = 0 < num_bytes <= MOST_ADAPTER_BYTES
-        if num_bytes > MOST_ADAPTER_BYTES:
+        self._inputs = FixedInputs(_fields(slots.capacity), model.device)
+        self._adapts, num_bytes = adapts(model.module), adapter_bytes(model.module)
+        if num_bytes and not self._adapts:
             log.info("steps with adapters are not recorded: all of them together are %.1f GB", num_bytes / 1e9)
         self._every = torch.arange(slots.capacity, device=model.device)
         self._recorded: dict[Form, dict[int, Recorded]] = {}  # by number of rows; none of those that cannot be
         self._steps: Counter[Form] = Counter()
         if at_once:
             try:
-                there_are = ((False, True) if some else (False,) for some in (backend.shares, self._adapts))
-                for grouped, adapted_too in product(*there_are):
-                    self._record(Form(grouped, adapted_too))
+                for form in forms(backend.shares, self._adapts):
+                    self._record(form)
             except (RuntimeError, NotImplementedError) as error:
                 raise ConfigError(f"{FORCED} can record the model's steps, and not these: {error}; {REMEDY}") from error
 
@@ -135,7 +183,8 @@ class DecodeGraphs:
         """The steps of a form, recorded now if that is worth it; none if it is not yet, or they cannot be."""
         self._steps[form] += 1
         if form not in self._recorded:
-            if (self._steps[form] + self._expected_steps()) * SAVED_S < len(self._sizes(form)) * RECORD_S:
+            steps, sizes = self._steps[form] + self._expected_steps(), form.sizes(self._slots.capacity)
+            if steps * SAVED_S < len(sizes) * RECORD_S:
                 return {}
             try:
                 self._record(form)
@@ -145,18 +194,16 @@ class DecodeGraphs:
                 self._recorded[form] = {}
         return self._recorded[form]
 
-    def _sizes(self, form: Form) -> list[int]:
-        return [size for size in self.sizes if most_groups(size) or not form.grouped]
-
     def _record(self, form: Form) -> None:
         """Largest first: the others fit into its memory."""
-        recorded = {}
-        for size in reversed(self._sizes(form)):
+        recorded, before = {}, self._recorder.reserved()
+        for size in reversed(form.sizes(self._slots.capacity)):
             self._fill(None, size, Sharing.none() if form.grouped else None)
             recorded[size] = self._recorder.record(lambda size=size: self._compute(size, form))  # type: ignore[misc]
         self._recorded[form] = recorded
         kind = f"decode steps{' with shared pages' * form.grouped}{' with adapters' * form.adapted}"
-        log.info("%s of %s rows are recorded", kind, ", ".join(map(str, reversed(recorded))))
+        taken = (self._recorder.reserved() - before) / 2**30
+        log.info("%s of %s rows are recorded, in %.2f GiB", kind, ", ".join(map(str, reversed(recorded))), taken)
 
     @torch.inference_mode()
     def _fill(self, batch: Batch | None, size: int, sharing: Sharing | None) -> None:

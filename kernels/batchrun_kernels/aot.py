@@ -22,6 +22,7 @@ from batchrun_kernels.paged import FP8, KvPages, Rows, Scoring
 from batchrun_kernels.paged_decode import paged_decode
 from batchrun_kernels.paged_prefill import PrefillPlan, block_m_of, paged_prefill
 from batchrun_kernels.penalise import count_tokens, penalise
+from batchrun_kernels.precision import TF32
 from batchrun_kernels.prefix_group import Groups, prefix_group
 from batchrun_kernels.prefix_plan import plan_prefix
 from batchrun_kernels.reshape_and_cache import reshape_and_cache
@@ -129,6 +130,15 @@ def _matmul(rows: int, width: int, depth: int, dtype: torch.dtype = torch.bfloat
     matmul(_meta(rows, depth, dtype=dtype), weight, _meta(width, dtype=dtype) if bias else None)
 
 
+def _in_tf32(call: Callable[[], object]) -> None:
+    setting = torch.backends.cuda.matmul
+    before, setting.fp32_precision = setting.fp32_precision, TF32
+    try:
+        call()
+    finally:
+        setting.fp32_precision = before
+
+
 def _sample(dtype: torch.dtype) -> None:
     """What becomes of the logits of a step, up to the input of the next."""
     rows, vocabulary, capacity = 64, 151936, 256
@@ -175,6 +185,7 @@ def cases() -> dict[str, Callable[[], object]]:
         "matmul 4096x4096": partial(_matmul, 256, 4096, 4096),
         "matmul 151936x896 float16": partial(_matmul, 1, 151936, 896, torch.float16, bias=True),
         "matmul 4096x4096 float32": partial(_matmul, 256, 4096, 4096, torch.float32),
+        "experts 64 tf32": partial(_in_tf32, partial(_experts, 64, 2048, 768, 8, torch.float32)),
         "decode 128 queries": partial(plain.decode, 8),
         "decode 128 merged": partial(plain.decode, merged=True),
         "decode 128 page 16": plain._replace(block_size=16).decode,
@@ -187,6 +198,7 @@ def cases() -> dict[str, Callable[[], object]]:
         "decode 128 fp8": plain._replace(kv_dtype=FP8).decode,
         "decode 128 fp8 bits": plain._replace(kv_dtype=torch.uint8).decode,
         "decode 128 float32": plain._replace(dtype=torch.float32).decode,
+        "decode 128 tf32": partial(_in_tf32, plain._replace(dtype=torch.float32).decode),
         "merge 8x128": _merge,
         "prefix 128": plain.prefix,
         "prefix 256 softcap window": gemma2.prefix,
@@ -195,6 +207,7 @@ def cases() -> dict[str, Callable[[], object]]:
         "prefill 64 sinks window": gpt_oss.prefill,
         "prefill 192/128": latent.prefill,
         "prefill 256 softcap window": gemma2.prefill,
+        "prefill 128 tf32": partial(_in_tf32, plain._replace(dtype=torch.float32).prefill),
         "prefix 128 fp8": plain._replace(kv_dtype=FP8).prefix,
         "prefill 128 fp8": plain._replace(kv_dtype=FP8).prefill,
         "prefill 128 fp8 bits": plain._replace(kv_dtype=torch.uint8).prefill,
@@ -202,10 +215,11 @@ def cases() -> dict[str, Callable[[], object]]:
 
 
 def targets_of(case: str) -> tuple[str, ...]:
-    """All targets; prompts in their less common forms for one, since they take long, and fp8 as a type where it is."""
+    """All targets; prompts in their less common forms for one, since they take long; fp8 and TF32 where they are."""
     if case.startswith("pref") and not case.endswith(" 128"):
         return ("sm_90",)
-    return tuple(target for target in TARGETS if not (case.endswith("fp8") and target == "sm_80"))
+    lacking = {"fp8": "sm_80", "tf32": "gfx942"}
+    return tuple(target for target in TARGETS if lacking.get(case.rpartition(" ")[2]) != target)
 
 
 def compile_all() -> Iterator[tuple[str, Resources]]:

@@ -32,6 +32,7 @@ from batchrun_kernels.paged import (
     scales,
     tile_of,
 )
+from batchrun_kernels.precision import product_precision
 from batchrun_kernels.tuned import tuned
 
 
@@ -81,6 +82,7 @@ def _decode_kernel(
     DV: tl.constexpr,
     DK_PAD: tl.constexpr,
     DV_PAD: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     every_row = tl.arange(0, ROWS)
     dk = tl.arange(0, DK_PAD)
@@ -125,7 +127,7 @@ def _decode_kernel(
             block_tables_ptr + sequence * table_stride,
             k_ptr + kv_head * k_head_stride, v_ptr + kv_head * v_head_stride,
             k_block_stride, k_token_stride, v_block_stride, v_token_stride,
-            True, HAS_WINDOW, HAS_SOFTCAP, BLOCK_SIZE, TILE, DK, DV, DK_PAD, DV_PAD,
+            True, HAS_WINDOW, HAS_SOFTCAP, BLOCK_SIZE, TILE, DK, DV, DK_PAD, DV_PAD, PRECISION,
         )  # fmt: skip
         is_last = chunks == 1
         if chunks > 1:
@@ -217,6 +219,7 @@ def paged_decode(
         HAS_SOFTCAP=scoring.softcap is not None,
         TILE=tile,
         **page_shape(pages),
+        PRECISION=product_precision(q.dtype),
         **tuned("paged_decode", attention_shape(pages, q.element_size()), q.device, num_warps=4, num_stages=3),
         enable_fp_fusion=True,
     )

@@ -31,6 +31,7 @@ from batchrun_kernels.paged import (
     scales,
     tile_of,
 )
+from batchrun_kernels.precision import product_precision
 from batchrun_kernels.prefix_plan import PrefixPlan
 from batchrun_kernels.tuned import tuned
 
@@ -75,6 +76,7 @@ def _prefix_kernel(
     DV: tl.constexpr,
     DK_PAD: tl.constexpr,
     DV_PAD: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     unit = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -115,12 +117,12 @@ def _prefix_kernel(
         peak, total, acc = attend_keys(
             q, at, peak, total, acc, begin, edge, low, end, window, scale, softcap, table, k_head_ptr, v_head_ptr,
             k_block_stride, k_token_stride, v_block_stride, v_token_stride,
-            False, HAS_WINDOW, HAS_SOFTCAP, BLOCK_SIZE, TILE, DK, DV, DK_PAD, DV_PAD,
+            False, HAS_WINDOW, HAS_SOFTCAP, BLOCK_SIZE, TILE, DK, DV, DK_PAD, DV_PAD, PRECISION,
         )  # fmt: skip
     peak, total, acc = attend_keys(
         q, at, peak, total, acc, edge, end, low, end, window, scale, softcap, table, k_head_ptr, v_head_ptr,
         k_block_stride, k_token_stride, v_block_stride, v_token_stride,
-        True, HAS_WINDOW, HAS_SOFTCAP, BLOCK_SIZE, TILE, DK, DV, DK_PAD, DV_PAD,
+        True, HAS_WINDOW, HAS_SOFTCAP, BLOCK_SIZE, TILE, DK, DV, DK_PAD, DV_PAD, PRECISION,
     )  # fmt: skip
     values, lse = normalised(peak, total, acc)
     run = (tl.load(run_starts_ptr + place) + split).to(tl.int64) * HEADS + head
@@ -181,6 +183,7 @@ def prefix_group(q: Tensor, pages: KvPages, groups: Groups, scoring: Scoring, pl
         HAS_SOFTCAP=scoring.softcap is not None,
         TILE=tile_of(head_dim_of(pages), q.element_size()),
         **page_shape(pages),
+        PRECISION=product_precision(q.dtype),
         **_options(q, pages, plan.block_m),
         enable_fp_fusion=True,
     )

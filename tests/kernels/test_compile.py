@@ -117,11 +117,23 @@ def test_keys_and_values_are_loaded_sixteen_bytes_at_a_time(rows: list[Row]) -> 
 
 def test_products_of_half_precision_use_tensor_cores(rows: list[Row]) -> None:
     kernels = ("_decode_kernel", "_prefill_kernel", "_prefix_kernel", "_grouped_gemm_kernel", "_matmul_kernel")
-    products = [row for row in rows if row["kernel"] in kernels and "float32" not in row["case"]]
+    products = [row for row in rows if row["kernel"] in kernels and "32" not in row["case"].rpartition(" ")[2]]
     assert {row["kernel"] for row in products} == set(kernels)
     # One of Hopper's covers what takes many of the others.
     few = ("experts 2048", "matmul", "prefill invariant")
     assert all(row["matrix_ops"] >= (4 if row["case"].startswith(few) else 16) for row in products)
+
+
+def test_float32_is_multiplied_in_full_unless_it_is_tf32(rows: list[Row]) -> None:
+    """NVIDIA's tensor cores take no float32 but as TF32; those of AMD do."""
+    counts = {(row["case"], row["kernel"], row["target"]): row["matrix_ops"] for row in rows}
+    full = [count for (case, _, target), count in counts.items() if "float32" in case and target != "gfx942"]
+    assert len(full) > 4
+    assert not any(full)
+    less = {(case, target): count for (case, _, target), count in counts.items() if "tf32" in case}
+    assert {case for case, _ in less} == {"decode 128 tf32", "prefill 128 tf32", "experts 64 tf32"}
+    assert {target for _, target in less} == {"sm_80", "sm_90"}
+    assert all(less.values())
 
 
 def test_tiles_fit_shared_memory_and_those_of_decoding_twice_on_nvidia(rows: list[Row]) -> None:

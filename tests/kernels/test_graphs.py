@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -10,14 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from batchrun.engine import graphs
+from batchrun.config import EngineConfig
+from batchrun.engine import graphs, loading
 from batchrun.engine.attention import triton as backend_module
 from batchrun.engine.attention.fixed import FixedTables
 from batchrun.engine.attention.prefix import Sharing
-from batchrun.engine.attention.triton import INTERPRETED_SMS, TritonAttention
+from batchrun.engine.attention.triton import INTERPRETED_SMS, InvariantAttention, TritonAttention
 from batchrun.engine.batch import Batch
+from batchrun.engine.device_memory import DeviceMemory
 from batchrun.engine.fixed_inputs import Field, FixedInputs
-from batchrun.engine.graphs import DecodeGraphs, buckets
+from batchrun.engine.graphs import DecodeGraphs, GraphShape, buckets, graph_bytes
 from batchrun.engine.llm import LLM
 from batchrun.engine.params import Request, SamplingParams
 from batchrun.engine.recorder import EagerRecorder, Recorded
@@ -98,12 +102,12 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FixedTables, "fill", filling)
 
 
-def on_triton(folder: Path, **options: Any) -> LLM:
+def on_triton(folder: Path, backend: type[TritonAttention] = TritonAttention, **options: Any) -> LLM:
     """Attends with the kernels, without the check at load, which takes the interpreter long."""
     llm = load(folder, attention="torch", **options)
     engine = engine_of(llm)
     model, pool = engine.model, engine.pool
-    model.backend = TritonAttention(model.layers, pool.num_blocks, pool.block_size, model.dtype, model.device)
+    model.backend = backend(model.layers, pool.num_blocks, pool.block_size, model.dtype, model.device)
     return llm
 
 
@@ -209,6 +213,68 @@ def test_recorded_steps_take_the_options_that_were_measured(tmp_path: Path, monk
         plans = [work.plans(1).short for work in recorded._tables._decode.values()]
         programs += [plan.programs for plan in plans if plan is not None]
     assert programs == [INTERPRETED_SMS * PROGRAMS_PER_SM, INTERPRETED_SMS]
+
+
+@pytest.mark.parametrize(
+    ("family", "backend", "adapts", "kept"),
+    [
+        ("llama", TritonAttention, False, 9),
+        ("gemma2", TritonAttention, False, 9),
+        ("llama", TritonAttention, True, 19),
+        ("llama", InvariantAttention, False, 5),
+    ],
+)
+def test_their_memory_is_known_before_they_are_recorded(
+    family: str,
+    backend: type[TritonAttention],
+    adapts: bool,
+    kept: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The buffers to the byte; of the recorded steps what is kept beside one step of the most rows."""
+    folder, adapters = make_model(family, tmp_path / "base", num_hidden_layers=2), {}
+    if adapts:
+        adapters = {"a": str(make_adapter(tmp_path / "a", folder, 1, ("q_proj",), rank=2))}
+    llm = on_triton(folder, backend, adapters=adapters, max_num_seqs=20, block_size=4)
+    engine = engine_of(llm)
+    model, capacity = engine.model, engine.scheduler.slots.capacity
+    engine.executor.record(EagerRecorder(), engine.max_model_len, engine.scheduler.expected_steps, at_once=True)
+    made = engine.executor.graphs
+    assert isinstance(model.backend, TritonAttention)
+    sms = model.backend.num_sms
+    shape = GraphShape(capacity, 4, engine.max_model_len, model.vocab_size, model.dtype, sms, adapts)
+    buffers, recorded = graph_bytes(backend, model.layers, shape, 1000)
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors(made._tables, {})}
+    held |= {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors(made._inputs, {})}
+    assert buffers == sum(held.values()) + made._every.nbytes
+    largest, *others = [each.outputs for of_form in made._recorded.values() for each in of_form.values()]
+    assert len(largest[0]) == capacity
+    assert len(others) == kept
+    assert recorded == 1000 + sum(part.nbytes for outputs in others for part in outputs)
+
+    config, memory = EngineConfig(block_size=4, max_num_seqs=capacity), DeviceMemory(1, 0, 0, 0, 1000)
+    monkeypatch.setattr(loading, "runs_triton", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=sms))
+    table = (capacity + 20) * model.vocab_size * 4
+    for records, more in ((True, (buffers, recorded)), (False, (0, 0))):
+        found = loading.with_fixed(memory, model, backend, config, engine.max_model_len, records=records)
+        assert found == DeviceMemory(1, 0, 0, 0, 1000, table, 0, *more)
+
+
+HOLDERS = ("_Decode", "_WholeRows", "_Prefix", "PrefillPlan", "FixedInputs")
+
+
+def tensors(holder: Any, seen: dict[int, Any]) -> Iterator[torch.Tensor]:
+    """Those that buffers of recorded steps hold on the device, pages and host copies aside."""
+    for value in holder if isinstance(holder, tuple) else vars(holder).values():
+        parts = list(value.values()) if isinstance(value, dict) else [value]
+        for part in parts:
+            if isinstance(part, torch.Tensor):
+                yield part
+            elif type(part).__name__ in HOLDERS and id(part) not in seen:
+                seen[id(part)] = part
+                yield from tensors(part, seen)
 
 
 def test_steps_are_recorded_when_they_are_worth_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

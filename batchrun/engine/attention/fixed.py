@@ -6,11 +6,13 @@ memory, with how much of these counts; here all of that lies in buffers for the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from batchrun.engine.attention.base import LayerGeometry
 from batchrun.engine.attention.prefix import Sharing
 from batchrun.engine.attention.tables import Kind, Plans, Table
 from batchrun.engine.attention.triton import Chosen, TritonAttention, most_groups, whole_columns
@@ -43,6 +45,11 @@ class _Decode:
         self._runs = torch.empty(units, self._sizes.parts, self._sizes.rows, kind.value_dim, device=device)
         self._run_lse = self._runs.new_empty(self._runs.shape[:3])
 
+    @property
+    def num_bytes(self) -> int:
+        """On the device."""
+        return self._inputs.num_bytes + self._arrived.nbytes + self._runs.nbytes + self._run_lse.nbytes
+
     def fill(self, filled: _Filled) -> None:
         lens, sharing = filled
         first_keys = None
@@ -74,6 +81,11 @@ class _WholeRows:
         self._plan = plan_prefill(once, once, group, head_dim_of(pages), itemsize, device=pages.keys.device)
         self._tiles = len(self._plan.tiles) // most_rows  # of each row
 
+    @property
+    def num_bytes(self) -> int:
+        """On the device."""
+        return self._plan.tiles.nbytes
+
     def fill(self, filled: _Filled) -> None:
         """Nothing has to be sent."""
 
@@ -91,6 +103,11 @@ class _Prefix:
         self._inputs = FixedInputs({name: Field(shape, torch.int32) for name, shape in fields.items()}, device)
         self._runs = torch.empty(self._sizes.most_runs(most_rows), kind.heads, kind.value_dim, device=device)
         self._run_lse = self._runs.new_empty(self._runs.shape[:2])
+
+    @property
+    def num_bytes(self) -> int:
+        """On the device."""
+        return self._inputs.num_bytes + self._runs.nbytes + self._run_lse.nbytes
 
     def fill(self, filled: _Filled) -> None:
         lens, sharing = filled
@@ -141,6 +158,23 @@ class FixedTables:
         rows = Chosen.of(batch, np.ones(len(batch.slots), dtype=bool))
         return None if rows is None else self._backend.find_sharing(batch, rows)
 
+    @property
+    def num_bytes(self) -> int:
+        """On the device, with the list of work of each kind of layers that has attended."""
+        held = sum(each.nbytes for each in (self._blocks, self._starts, self._ones))
+        held += self._inputs.num_bytes + self._sent_blocks.num_bytes
+        return held + sum(work.num_bytes for work in (*self._decode.values(), *self._prefix.values()))
+
+    def prepare(self, layers: Sequence[LayerGeometry]) -> None:
+        """Make the lists of work of layers whose number of query heads is known, before any of them attends."""
+        backend = self._backend
+        grouped = backend.shares and most_groups(self._most_rows) > 0
+        for layer, pages, number in zip(layers, backend.pages, backend.layout.tables, strict=True):
+            assert layer.num_heads is not None
+            _, _, kv_heads, key_dim = pages.keys.shape
+            kind = Kind(layer.window, layer.num_heads, kv_heads, key_dim, pages.values.shape[3])
+            self._make_work(kind, pages, grouped and backend.whole[number])
+
     @torch.inference_mode()
     def fill(self, batch: Batch | None, rows: int, sharing: Sharing | None) -> None:
         """Send what a step of the batch, padded to so many rows, has to know; None: of padding alone."""
@@ -187,19 +221,24 @@ class FixedTables:
 
     def _plans(self, table: Table, kind: Kind, pages: KvPages) -> Plans:
         """The plans for a table; their memory is made for the first."""
-        backend, rows = self._backend, len(table.slot_mapping)
+        rows, grouped = len(table.slot_mapping), table.groups is not None
+        if self._make_work(kind, pages, grouped):
+            self._fill_work(kind)
+        plans = self._decode[kind].plans(rows)
+        return plans._replace(groups=self._prefix[kind].plan(rows)) if grouped else plans
+
+    def _make_work(self, kind: Kind, pages: KvPages, grouped: bool) -> bool:
+        """Whether there was no list yet for layers of this kind, or none for what their groups read."""
+        backend, made = self._backend, False
         sizes = backend.dtype.itemsize, self._most_rows
         if kind not in self._decode:
             invariant, sms = backend.invariant, backend.num_sms
             self._decode[kind] = _WholeRows(kind, pages, *sizes) if invariant else _Decode(kind, pages, *sizes, sms)
-            self._fill_work(kind)
-        plans = self._decode[kind].plans(rows)
-        if table.groups is None:
-            return plans
-        if kind not in self._prefix:
+            made = True
+        if grouped and kind not in self._prefix:
             self._prefix[kind] = _Prefix(kind, pages, *sizes, backend.num_sms)
-            self._fill_work(kind)
-        return plans._replace(groups=self._prefix[kind].plan(rows))
+            made = True
+        return made
 
     def _fill_work(self, kind: Kind) -> None:
         """Layers of a kind are all in tables without a window, or all in others: see KvLayout."""

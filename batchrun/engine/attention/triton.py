@@ -224,10 +224,16 @@ class TritonAttention(AttentionBackend):
 
 
 class Fp8Attention(TritonAttention):
-    """The same over pages of half the size, or a quarter beside float32. Every layer's scale is 1: numbers beyond 448
-    are cut, and scales that a checkpoint may hold are not read."""
+    """The same over pages of half the size, or a quarter beside float32. Every layer's scale is 1 until `use_scales`:
+    numbers beyond 448 times the scale are cut."""
 
     fp8 = True
+
+    def use_scales(self, scales: Sequence[tuple[float, float]]) -> None:
+        """What is in the pages times these is K and V of each layer, from before the first step on."""
+        self.pages[:] = [
+            pages._replace(key_scale=k, value_scale=v) for pages, (k, v) in zip(self.pages, scales, strict=True)
+        ]
 
 
 class InvariantAttention(TritonAttention):
