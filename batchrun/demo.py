@@ -101,9 +101,12 @@ def _convert(folder: Path, gguf_file: str, product: Path) -> None:
         source["quantization_config"] = transformers.GgufConfig(dequantize=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **source)
     tokenizer.model_max_length = model.config.max_position_embeddings
+    # Releases read these differently from GGUF: as <|im_start|>, as none, and as an edit of spaces before punctuation.
+    tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
+    tokenizer.clean_up_tokenization_spaces = False
     model.generation_config = transformers.GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
+        eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
     model.save_pretrained(product)

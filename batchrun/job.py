@@ -21,7 +21,7 @@ from batchrun.data.plan import Chunk, Plan
 from batchrun.data.prompts import PromptBuilder
 from batchrun.data.sources import Source, open_source
 from batchrun.engine.checkpoint import Checkpoint, generation_defaults, load_tokenizer, open_checkpoint
-from batchrun.engine.model import choose_device, choose_dtype
+from batchrun.engine.model import choose_device, choose_dtype, dtype_name
 from batchrun.engine.params import sampling_params
 from batchrun.engine.reasoning import known_markers
 from batchrun.engine.token_rules import RuleBook
@@ -47,7 +47,7 @@ class Job:
         """What decides a completion, by key, with every `auto` and every file resolved."""
         settings = config.identity(self.config)
         dtype = choose_dtype(self.config.model.dtype, self.checkpoint, choose_device(self.config.model.device))
-        settings["model.dtype"] = str(dtype).removeprefix("torch.")
+        settings["model.dtype"] = dtype_name(self.config.model.dtype, dtype)
         settings["model.max_model_len"] = self.task.max_length
         settings["model.files"] = self.checkpoint.identity()
         settings["model.path"] = self.checkpoint.name

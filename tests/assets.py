@@ -8,6 +8,7 @@ comes as it is on the hub in a package too.
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 import zipfile
 from pathlib import Path
@@ -62,6 +63,10 @@ def _convert(folder: Path, product: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **source)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, quantization_config=transformers.GgufConfig(dequantize=True), **source
+    )
+    # Some releases read the tokenizer as one of likeliest pieces, whose words are others than the model has seen.
+    assert json.loads(tokenizer.backend_tokenizer.to_str())["model"]["type"] == "BPE", (
+        f"transformers {transformers.__version__} makes a wrong tokenizer of {GEMMA}: make it once with a later release"
     )
     model.save_pretrained(product)
     tokenizer.save_pretrained(product)

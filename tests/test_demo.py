@@ -50,6 +50,7 @@ def test_chat_template_and_end_of_turn(tokenizer, smollm2: Path):
     assert rendered.endswith("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert GenerationConfig.from_pretrained(smollm2).eos_token_id == end
+    assert tokenizer.eos_token_id == tokenizer.pad_token_id == end
 
 
 def test_model_answers_sensibly(tokenizer, smollm2: Path):

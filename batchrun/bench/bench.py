@@ -8,6 +8,7 @@ from batchrun.bench.table import comparison
 from batchrun.bench.workloads import Workload, fixed_workload, own_workload
 from batchrun.config import Config
 from batchrun.errors import ConfigError
+from batchrun_kernels.precision import TF32
 
 
 def run(config: Config) -> int:
@@ -32,6 +33,11 @@ def run(config: Config) -> int:
         from batchrun.bench import structure
 
         return structure.run(config)
+    if config.model.dtype == TF32:
+        raise ConfigError(
+            f"bench.kind={config.bench.kind} gives engines one type, and not all of them have model.dtype={TF32}: set "
+            "model.dtype=float32"
+        )
     if config.bench.kind == "gpu":
         from batchrun.bench import gpu
 

@@ -45,6 +45,9 @@ class EngineConfig:
     fused_layers: bool = setting(
         True, "rebuild decoder layers with merged products, where they compute the same", identity=False
     )
+    torch_compile: bool = setting(
+        False, "compile decoder layers that are not fused with torch.compile, when the model loads", identity=False
+    )
     batch_invariant: bool = setting(
         False, "bitwise the same completion of a row in any batch; on a CPU, each engine has one thread", identity=True
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from batchrun.config.base import in_range, one_of, setting
 from batchrun.errors import ConfigError
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPES = ("auto", "float32", "bfloat16", "float16", "tf32")
 QUANTIZATIONS = ("none", "int8")
 
 
@@ -18,7 +18,11 @@ class ModelConfig:
     path: str | None = setting(None, "local folder or hub id of a transformers model", identity=True)
     revision: str | None = setting(None, "branch, tag or commit of a hub id", identity=True)
     tokenizer: str | None = setting(None, "folder or hub id of another tokenizer", identity=True)
-    dtype: str = setting("auto", "auto, float32, bfloat16 or float16", identity=True)
+    dtype: str = setting(
+        "auto",
+        "auto, float32, bfloat16, float16, or tf32: float32 with products in TF32, on an NVIDIA GPU",
+        identity=True,
+    )
     quantization: str = setting(
         "none", "none, or int8: weights and activations of the layers' products in 8 bits, on a CPU", identity=True
     )

@@ -50,8 +50,10 @@ class ChatTemplate:
         for tools that it would not show."""
         if tools and "tools" not in self.text:
             raise ValueError("it shows the model no tools: set another with prompt.chat_template")
+        # Some releases of transformers leave out what is None, and others show templates the word.
+        said = [{key: value for key, value in message.items() if value is not None} for message in messages]
         text: str = self.tokenizer.apply_chat_template(
-            messages,
+            said,
             tools=tools,
             chat_template=self.text,
             tokenize=False,

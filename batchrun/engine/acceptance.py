@@ -21,6 +21,7 @@ from batchrun.engine.attention.base import AttentionBackend, LayerCall
 from batchrun.engine.batch import Batch, make_batch
 from batchrun.engine.model import PagedModel, UnsupportedModel
 from batchrun.engine.params import Request
+from batchrun.engine.prequantized import quantization_method
 from batchrun.engine.sequence import Sequence
 from batchrun.engine.slots import Slots
 from batchrun.engine.staging import Staging
@@ -32,6 +33,7 @@ NARROW = 8  # tokens: a window that makes a difference to LENGTHS
 # Relative error of the logits. Half precision rounds differently in every order of operations, so
 # there only a gross mistake can be told from rounding.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
+QUANTIZED = 0.1  # where weights are quantised, activations may be too, by scales that are those of the whole batch
 
 
 def check_model(model: PagedModel, backend: type[AttentionBackend]) -> float:
@@ -50,15 +52,18 @@ def check_model(model: PagedModel, backend: type[AttentionBackend]) -> float:
             f"{family}: its own logits are not finite in {dtype}: its weights are damaged, or model.dtype should be "
             "bfloat16 or float32"
         )
+    limit = TOLERANCE[dtype]
+    if quantization_method(model.module.config) is not None:
+        limit = max(limit, QUANTIZED)
     worst = 0.0
     for chunk in (max(LENGTHS), STEP):
         logits = paged_logits(model, backend, prompts, chunk, max_window=NARROW)
         error = float((logits - expected).norm() / expected.norm())
         worst = max(worst, error)
-        if not error < TOLERANCE[dtype]:
+        if not error < limit:
             raise UnsupportedModel(
                 f"{family}: logits differ from eager attention by {error:.1%} "
-                f"(limit {TOLERANCE[dtype]:.1%}) in steps of {chunk} tokens, so this family is refused"
+                f"(limit {limit:.1%}) in steps of {chunk} tokens, so this family is refused"
             )
     return worst
 

@@ -1,12 +1,14 @@
 """Products with adapters beside them, each for its own rows of a batch.
 
 A product y = x W^T is followed by y += (x A^T) (scale B)^T for the tokens of each adapter in the step. Which token has
-which reaches the products through a context of the thread, as attention gets its step.
+which reaches the products through a context of the thread, as attention gets its step: as an array, or for steps that
+are recorded as a tensor, which the host does not look at.
 """
 
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,20 +17,45 @@ import numpy as np
 import torch
 
 
-class StepAdapters:
+class StepAdapters(ABC):
     """The adapter of each of a step's T tokens, by number; 0: none. `rows` are those that products get just now."""
 
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.rows: slice = slice(0, count)
+
+    @abstractmethod
+    def may_add(self, product: AdaptedLinear) -> bool:
+        """Whether an adapter of these rows changes the product."""
+
+    @abstractmethod
+    def add(self, product: AdaptedLinear, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Add to y [rows, out] what the adapters say of x [rows, in], in place."""
+
+
+class HostAdapters(StepAdapters):
+    """Each adapter in the step has its product, of its own rows."""
+
     def __init__(self, tokens: np.ndarray, device: torch.device) -> None:
-        self.tokens = tokens
-        self.rows: slice = slice(0, len(tokens))
+        super().__init__(len(tokens))
+        self._tokens = tokens
         self._device = device
         self._groups: dict[tuple[int, int], list[tuple[int, Any]]] = {}
 
-    def groups(self) -> list[tuple[int, Any]]:
+    def may_add(self, product: AdaptedLinear) -> bool:
+        return any(adapter in product.deltas for adapter, _ in self._here())
+
+    def add(self, product: AdaptedLinear, x: torch.Tensor, y: torch.Tensor) -> None:
+        for adapter, places in self._here():
+            if adapter in product.deltas:
+                a, b = product.deltas[adapter]
+                y[places] = torch.addmm(y[places], x[places] @ a.T, b.T)
+
+    def _here(self) -> list[tuple[int, Any]]:
         """Each adapter among `rows`, with the places of its tokens there; made once for all layers."""
         key = (self.rows.start, self.rows.stop)
         if key not in self._groups:
-            tokens = self.tokens[self.rows]
+            tokens = self._tokens[self.rows]
             self._groups[key] = [
                 (adapter, self._places(tokens == adapter)) for adapter in np.unique(tokens).tolist() if adapter
             ]
@@ -36,6 +63,22 @@ class StepAdapters:
 
     def _places(self, chosen: np.ndarray) -> Any:
         return slice(None) if chosen.all() else torch.from_numpy(np.flatnonzero(chosen)).to(self._device)
+
+
+class DeviceAdapters(StepAdapters):
+    """All adapters have one product, of all rows, and of each row only what its own adapter made of it goes on: the
+    same launches for any rows."""
+
+    def __init__(self, tokens: torch.Tensor) -> None:
+        super().__init__(len(tokens))
+        self._tokens = tokens
+
+    def may_add(self, product: AdaptedLinear) -> bool:
+        return True
+
+    def add(self, product: AdaptedLinear, x: torch.Tensor, y: torch.Tensor) -> None:
+        own = self._tokens[self.rows, None] == product.owners
+        y.addmm_(torch.where(own, x @ product.a.T, 0), product.b.T)
 
 
 class _Current(threading.local):
@@ -46,9 +89,12 @@ _current = _Current()
 
 
 @contextmanager
-def adapted(tokens: np.ndarray | None, device: torch.device) -> Iterator[None]:
+def adapted(tokens: np.ndarray | torch.Tensor | None, device: torch.device) -> Iterator[None]:
     """Let products add what the adapters of these tokens (int64 [T]) say; None: no token has one."""
-    _current.step = None if tokens is None else StepAdapters(tokens, device)
+    if isinstance(tokens, torch.Tensor):
+        _current.step = DeviceAdapters(tokens)
+    else:
+        _current.step = None if tokens is None else HostAdapters(tokens, device)
     try:
         yield
     finally:
@@ -64,7 +110,7 @@ def row_chunks(rows: int, size: int) -> Iterator[slice]:
             step.rows = chunk
         yield chunk
     if step is not None:
-        step.rows = slice(0, len(step.tokens))
+        step.rows = slice(0, step.count)
 
 
 class AdaptedLinear(torch.nn.Module):
@@ -73,9 +119,13 @@ class AdaptedLinear(torch.nn.Module):
     def __init__(self, product: Any, deltas: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
         super().__init__()
         self.product = product
-        self.deltas = deltas
-        self.in_features = next(iter(deltas.values()))[0].shape[1]
-        self.out_features = next(iter(deltas.values()))[1].shape[0]
+        ranks = [len(a) for a, _ in deltas.values()]
+        self.a = torch.cat([a for a, _ in deltas.values()])  # [S, in]: of all adapters
+        self.b = torch.cat([b for _, b in deltas.values()], dim=1)  # [out, S]
+        numbers = torch.tensor(list(deltas), device=self.a.device)
+        self.owners = numbers.repeat_interleave(torch.tensor(ranks, device=self.a.device))  # int64 [S]
+        self.deltas = dict(zip(deltas, zip(self.a.split(ranks), self.b.split(ranks, dim=1), strict=True), strict=True))
+        self.in_features, self.out_features = self.a.shape[1], self.b.shape[0]
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """What the product takes and gives: x [..., in] -> [..., out]."""
@@ -86,16 +136,18 @@ class AdaptedLinear(torch.nn.Module):
         rows, out = x.reshape(-1, self.in_features), y.view(-1, self.out_features)
         if len(rows) != step.rows.stop - step.rows.start:
             raise ValueError(f"{len(rows)} rows in place of {step.rows.stop - step.rows.start} tokens")
-        for adapter, places in step.groups():
-            if adapter in self.deltas:
-                a, b = self.deltas[adapter]
-                out[places] = torch.addmm(out[places], rows[places] @ a.T, b.T)
+        step.add(self, rows, out)
         return y
 
     def gated(self, x: torch.Tensor, kind: int) -> torch.Tensor | None:
         """As `PackedLinear.gated`, where no adapter comes between the product and the activation."""
         step = _current.step
-        if step is not None and any(adapter in self.deltas for adapter, _ in step.groups()):
+        if step is not None and step.may_add(self):
             return None
         gated: torch.Tensor | None = self.product.gated(x, kind)
         return gated
+
+
+def adapter_bytes(module: torch.nn.Module) -> int:
+    """Of the factors of all adapters in a module."""
+    return sum(x.nbytes for m in module.modules() if isinstance(m, AdaptedLinear) for x in (m.a, m.b))

@@ -107,16 +107,26 @@ def _read_config(folder: Path, model: ModelConfig) -> Any:
     from transformers import AutoConfig
 
     if not (folder / "config.json").is_file():
+        if found := sorted(folder.glob("*.gguf")):
+            raise ConfigError(_gguf(found[0]))
         raise ConfigError(f"model={model.path}: {folder} has no config.json, so it is not a transformers model folder")
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:  # of a config.json that is no object
         if not model.trust_remote_code and _has_own_code(folder):
             raise ConfigError(
                 f"model={model.path} brings Python code of its own, which is not run unless asked for: "
                 "read it, and set model.trust_remote_code=true if you trust it"
             ) from error
         raise ConfigError(f"model={model.path}: its config cannot be read: {error}") from error
+
+
+def _gguf(path: Path) -> str:
+    return (
+        f"model={path} is a GGUF file, and batchrun takes transformers model folders: save it as one with "
+        f"AutoModelForCausalLM.from_pretrained({str(path.parent)!r}, gguf_file={path.name!r}).save_pretrained(FOLDER), "
+        "and its tokenizer likewise with AutoTokenizer"
+    )
 
 
 def _has_own_code(folder: Path) -> bool:
@@ -156,6 +166,8 @@ def local_folder(name: str, revision: str | None, pickle: bool, *, weights: bool
     path = Path(name).expanduser()
     if path.is_dir():
         return path.resolve()
+    if path.suffix == ".gguf":
+        raise ConfigError(_gguf(path))
     if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ConfigError(f"model={name} is not a folder with a transformers model")
     from huggingface_hub import snapshot_download

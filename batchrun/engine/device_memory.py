@@ -18,6 +18,16 @@ GIB = 2**30
 LEAST_TOKENS = 16  # of a step: a GPU that has no room for these has none for the model
 
 
+ALWAYS = ("weights", "step", "logits")
+NAMES = {
+    **{name: name for name in ALWAYS},
+    "penalties": "penalty table",
+    "workspace": "attention workspace",
+    "graph_buffers": "buffers of graphs",
+    "graphs": "graphs (estimated)",
+}
+
+
 class DeviceMemory(NamedTuple):
     """Bytes of a device: all there are, what others hold, and what this process needs."""
 
@@ -26,19 +36,24 @@ class DeviceMemory(NamedTuple):
     weights: int
     step: int  # activations of a step of the token budget
     logits: int  # of all rows that may run, with what the sampler makes of them
+    penalties: int = 0  # the table of how often each row has each token
+    workspace: int = 0  # of the library that attends
+    graph_buffers: int = 0  # what recorded steps read
+    graphs: int = 0  # what recorded steps compute in: estimated
 
     def left(self, utilization: float) -> int:
         """Bytes for the KV cache, if this process may use `utilization` of the device."""
         allowed = min(int(utilization * self.total), self.total - self.others)
-        return allowed - self.weights - self.step - self.logits
+        return allowed - sum(self[2:])
 
     def explain(self, utilization: float) -> str:
         """The sum, in GiB."""
-        total, others, weights, step, logits, left = (x / GIB for x in (*self, self.left(utilization)))
-        held = f"; others hold {others:.2f}" if self.others else ""
+        held = f"; others hold {self.others / GIB:.2f}" if self.others else ""
+        sizes = {name: size for name, size in self._asdict().items() if name in ALWAYS or (name in NAMES and size)}
+        parts = " + ".join(f"{NAMES[name]} {size / GIB:.2f}" for name, size in sizes.items())
         return (
-            f"{total:.2f} GiB x engine.gpu_memory_utilization={utilization}{held}: weights {weights:.2f} + "
-            f"step {step:.2f} + logits {logits:.2f} + KV cache {left:.2f} GiB"
+            f"{self.total / GIB:.2f} GiB x engine.gpu_memory_utilization={utilization}{held}: {parts} + "
+            f"KV cache {self.left(utilization) / GIB:.2f} GiB"
         )
 
 

@@ -11,11 +11,13 @@ import numpy as np
 import torch
 
 from batchrun.engine.checkpoint import Checkpoint
-from batchrun.engine.linear import PackedLinear
-from batchrun.engine.model import load_module
+from batchrun.engine.linear import PackedLinear, is_plain
+from batchrun.engine.model import float_type, load_module
 from batchrun.engine.pooler import EmbeddingPooler, Pooler, ScorePooler
 from batchrun.engine.pooling import Embed
+from batchrun.engine.precision import float32_products, keep_angles_exact
 from batchrun.engine.support import UnsupportedModel, encoder_class
+from batchrun_kernels.precision import IEEE, TF32
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +34,8 @@ class EncoderModel:
         self.pooler = pooler
         for config in (module.config, module.config.get_text_config(decoder=True)):
             config.use_cache = False
-        parameter = next(module.parameters())
-        self.device, self.dtype = parameter.device, parameter.dtype
+        self.device, self.dtype = next(module.parameters()).device, float_type(module)
+        self._precision = IEEE  # of products of float32
         self.vocab_size: int = module.get_input_embeddings().weight.shape[0]
         self.pad_id = pad_id  # None: whatever a batch does not hold
         self._takes_types = "token_type_ids" in inspect.signature(module.forward).parameters
@@ -43,6 +45,11 @@ class EncoderModel:
         self._embed = None
         if isinstance(pooler, EmbeddingPooler):
             self._embed = Embed(pooler, allow_pickle).to(self.device).eval().requires_grad_(False)
+
+    def allow_tf32(self) -> None:
+        """From now on let products of float32 be TF32's, but for those that make rotary angles."""
+        keep_angles_exact(self.module, self.device)
+        self._precision = TF32
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[np.ndarray], type_ids: Sequence[np.ndarray] | None = None) -> np.ndarray:
@@ -69,17 +76,21 @@ class EncoderModel:
         return torch.from_numpy(padded).to(self.device)
 
     def _hidden(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        hidden = getattr(self.module(**inputs), "last_hidden_state", None)
+        hidden = getattr(self._run(inputs), "last_hidden_state", None)
         if hidden is None:
             raise UnsupportedModel(f"{self.module.config.model_type}: it has no last hidden state to pool")
         found: torch.Tensor = hidden
         return found
 
+    def _run(self, inputs: dict[str, torch.Tensor]) -> Any:
+        with float32_products(self._precision, self.device):
+            return self.module(**inputs)
+
     def _scores(self, inputs: dict[str, torch.Tensor], pad: int) -> torch.Tensor:
         assert isinstance(self.pooler, ScorePooler)
         # Decoders score the last token that is no padding, which they tell by its id.
         self.module.config.get_text_config(decoder=True).pad_token_id = pad
-        logits: torch.Tensor = self.module(**inputs).logits.float()
+        logits: torch.Tensor = self._run(inputs).logits.float()
         if self.pooler.activation == "sigmoid":
             return logits.sigmoid()
         return logits.softmax(-1) if self.pooler.activation == "softmax" else logits
@@ -124,9 +135,9 @@ def load_encoder_model(
     """Load the weights, and try the model. Raises what `load_module` does, and UnsupportedModel."""
     purpose = "embed" if isinstance(pooler, EmbeddingPooler) else "rank"
     # A pooler is a layer on the first token, trained for other aims; checkpoints often come without it.
-    module = load_module(checkpoint, encoder_class(checkpoint.config, purpose), dtype, unused=("pooler.",))
+    module = load_module(checkpoint, encoder_class(checkpoint.config, purpose), device, dtype, unused=("pooler.",))
     pad_id = module.config.get_text_config(decoder=True).pad_token_id
-    model = EncoderModel(module.to(device), pooler, pad_id, checkpoint.model.allow_pickle)
+    model = EncoderModel(module, pooler, pad_id, checkpoint.model.allow_pickle)
     model.check()
     if pack and device.type == "cpu" and dtype in (torch.float32, torch.bfloat16):
         model.pack()
@@ -139,7 +150,7 @@ def _pack_linears(module: torch.nn.Module) -> list[tuple[torch.nn.Module, str, t
         (parent, name, child)
         for parent in module.modules()
         for name, child in parent.named_children()
-        if type(child) is torch.nn.Linear
+        if type(child) is torch.nn.Linear and is_plain(child)
     ]
     for parent, name, child in found:
         setattr(parent, name, PackedLinear([child]))

@@ -77,8 +77,9 @@ class Executor:
     def launch(self, batch: Batch, masks: Masks | None, started: float, number: int) -> Launched:
         """Raises torch.OutOfMemoryError; the step may then be launched again, in smaller ones."""
         hidden, noted = None, False
-        if self.graphs is not None and self.graphs.take(batch):
-            logits, tokens = self.graphs.run(batch)
+        outputs = None if self.graphs is None else self.graphs.run(batch)
+        if outputs is not None:
+            logits, tokens = outputs
             noted = masks is None and not self._edits(batch)
             drawn = Drawn(tokens) if noted else self.draw(batch, logits, masks)
         else:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from batchrun.engine.linear import FLOATS
 from batchrun.engine.mlp import ACTIVATIONS, GatedMLP
 
 PROBE_TOKENS = 11
@@ -81,6 +82,8 @@ def _packed(module: Any, form: Callable[[Any], torch.nn.Module]) -> torch.nn.Mod
 def _has_known_parts(module: Any) -> bool:
     weights = dict(module.named_parameters(recurse=False))
     if set(weights) != {"gate_up_proj", "down_proj"} or any(weight.dim() != 3 for weight in weights.values()):
+        return False
+    if any(type(weight) is not torch.nn.Parameter or weight.dtype not in FLOATS for weight in weights.values()):
         return False
     experts, hidden, inner = weights["down_proj"].shape
     return weights["gate_up_proj"].shape == (experts, 2 * inner, hidden) and (

@@ -11,12 +11,16 @@ from typing import Any, Literal
 
 import torch
 
+from batchrun.engine.precision import float32_products
+from batchrun_kernels.precision import IEEE
+
 
 class Head:
     """`hidden` runs the model up to its decoder's output; `logits` the rest on some rows of that. The model itself, if
     called, does both as ever."""
 
     def __init__(self, module: Any) -> None:
+        self.precision = IEEE  # of products of float32
         self._module = module
         self._decoder = _find_decoder(module)
         self._half: Literal["hidden", "logits"] | None = None  # that is being computed
@@ -44,9 +48,10 @@ class Head:
     def _forward(self, half: Literal["hidden", "logits"], ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         self._half = half
         try:
-            output = self._module(
-                input_ids=ids[None], position_ids=positions[None], attention_mask=None, use_cache=False
-            )
+            with float32_products(self.precision, ids.device):
+                output = self._module(
+                    input_ids=ids[None], position_ids=positions[None], attention_mask=None, use_cache=False
+                )
         finally:
             self._half = None
         logits: torch.Tensor = output.logits[0]

@@ -23,7 +23,7 @@ from batchrun.engine.attention.base import LayerCall
 from batchrun.engine.checkpoint import position_limit
 from batchrun.engine.device import runs_triton
 from batchrun.engine.experts import pack_experts
-from batchrun.engine.linear import PackedHead, PackedLinear
+from batchrun.engine.linear import PackedHead, PackedLinear, is_plain
 from batchrun.engine.mlp import GatedMLP, OriginalMLP, busy_children, mlp_forms, parts
 from batchrun_kernels.cpu.layer import rms_norm, rotate
 from batchrun_kernels.cpu.scalar import elements
@@ -137,11 +137,11 @@ class Seen:
     call: LayerCall
 
 
-def fuse_model(model: Any) -> int:
+def fuse_model(model: Any, pack: bool = True) -> int:
     """Put fused layers into a PagedModel; returns how many were replaced.
 
-    On the CPU the LM head, experts, and the linear products of layers that stay, are packed where they are; on a GPU
-    the products of experts are grouped.
+    On the CPU the LM head, experts, and unless `pack` is false the linear products of layers that stay, are packed
+    where they are; on a GPU the products of experts are grouped.
     """
     if runs_triton(model.device):
         from batchrun.engine.experts_device import group_experts
@@ -155,9 +155,9 @@ def fuse_model(model: Any) -> int:
     layers = decoder_layers(model.module)
     replaced = replace_layers(model, fuse_layer)
     head = getattr(model.module, "lm_head", None)
-    if type(head) is torch.nn.Linear:
+    if type(head) is torch.nn.Linear and is_plain(head):
         model.module.lm_head = PackedHead([head])
-    packed = _pack_linears(model, layers or [])
+    packed = _pack_linears(model, layers or []) if pack else 0
     count = len(layers or model.layers)
     log.info(
         "%d of %d layers are fused; %d sets of experts, %d other products packed", replaced, count, experts, packed
@@ -202,18 +202,18 @@ def _pack_linears(model: Any, layers: Any) -> int:
 def _linears(module: Any) -> Iterator[tuple[Any, str, Any]]:
     """Linear products below a module, with their parents and names, but for those that choose or weigh experts."""
     for name, child in module.named_children():
-        if type(child) is torch.nn.Linear and not hasattr(module, "experts"):
+        if type(child) is torch.nn.Linear and is_plain(child) and not hasattr(module, "experts"):
             yield module, name, child
         elif name not in ROUTERS:
             yield from _linears(child)
 
 
 @torch.inference_mode()
-def dry_logits(model: Any) -> torch.Tensor:
-    """Logits float32 [11, vocabulary] of a few tokens, in a forward without pages."""
-    tokens = torch.arange(PROBE_TOKENS) * 7 % model.vocab_size
-    with hook.forward_context(plain_attention):
-        logits: torch.Tensor = model.run(tokens, torch.arange(PROBE_TOKENS), torch.arange(PROBE_TOKENS))
+def dry_logits(model: Any, count: int = PROBE_TOKENS) -> torch.Tensor:
+    """Logits float32 [count, vocabulary] of a few tokens, in a forward without pages."""
+    tokens = torch.arange(count) * 7 % model.vocab_size
+    with hook.forward_context(_contiguous_attention):
+        logits: torch.Tensor = model.run(tokens, torch.arange(count), torch.arange(count))
     return logits.float()
 
 
@@ -246,8 +246,10 @@ def has_known_parts(layer: Any) -> bool:
     if attention is None or mlp is None or not hasattr(attention, "head_dim"):
         return False
     known = {"self_attn", *MLP_NAMES, *NORM_NAMES}
-    linears = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "q_norm", "k_norm")
-    return busy_children(layer) <= known and busy_children(attention) <= set(linears)
+    linears = {"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"}
+    if not all(is_plain(child) for name, child in attention.named_children() if name in linears):
+        return False
+    return busy_children(layer) <= known and busy_children(attention) <= linears | {"q_norm", "k_norm"}
 
 
 def mlp_of(layer: Any) -> Any:
@@ -291,6 +293,11 @@ def watch(model: Any, layers: Any) -> dict[int, Seen]:
         for handle in handles:
             handle.remove()
     return seen
+
+
+def _contiguous_attention(call: LayerCall, *given: Any) -> torch.Tensor:
+    """With the strides of a backend's: compiled layers have graphs of their own for others, of one token too."""
+    return plain_attention(call, *given).clone(memory_format=torch.contiguous_format)
 
 
 def plain_attention(call: LayerCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Any) -> torch.Tensor:

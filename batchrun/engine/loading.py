@@ -9,30 +9,34 @@ from typing import Any
 import torch
 
 from batchrun.config import EngineConfig
+from batchrun.engine import torch_compile
 from batchrun.engine.acceptance import check_model
-from batchrun.engine.attention.base import kv_dtype
+from batchrun.engine.attention.base import AttentionBackend, kv_dtype
 from batchrun.engine.attention.cpu import CpuAttention
 from batchrun.engine.attention.registry import attention_backend, cache_backend, invariant_backend, page_size
-from batchrun.engine.attention.torch import TorchAttention
 from batchrun.engine.checkpoint import Checkpoint, eos_token_ids
 from batchrun.engine.compiled import can_compile, compile_layers
 from batchrun.engine.device import runs_triton
-from batchrun.engine.device_memory import CudaMeter, measure_memory
+from batchrun.engine.device_memory import CudaMeter, DeviceMemory, measure_memory
 from batchrun.engine.encoder import Encoder
 from batchrun.engine.encoder_model import load_encoder_model
 from batchrun.engine.engine import Engine
 from batchrun.engine.host_pages import check_swap, make_swap
 from batchrun.engine.invariance import check_invariance, check_setting, make_invariant
+from batchrun.engine.kv_scales import read_scales
 from batchrun.engine.layers import fuse_model
 from batchrun.engine.lora import install, name_products
 from batchrun.engine.memory import make_pool
-from batchrun.engine.model import choose_device, choose_dtype, load_model
+from batchrun.engine.model import PagedModel, choose_device, choose_dtype, load_model
 from batchrun.engine.pool import EnginePool
 from batchrun.engine.pooler import Pooler
+from batchrun.engine.precision import float32_products
+from batchrun.engine.prequantized import check_quantized
 from batchrun.engine.quantized import check_int8, quantize_model
 from batchrun.engine.recorder import CudaRecorder
 from batchrun.engine.worker import place_workers
 from batchrun.errors import ConfigError
+from batchrun_kernels.precision import IEEE, TF32
 
 log = logging.getLogger(__name__)
 
@@ -69,10 +73,15 @@ def load_single(
         torch.set_num_threads(config.num_threads)
     device = choose_device(checkpoint.model.device)
     dtype = choose_dtype(checkpoint.model.dtype, checkpoint, device)
+    check_quantized(checkpoint, device, dtype)
+    if config.torch_compile:
+        torch_compile.check_compile(config, checkpoint, device, encodes=pooler is not None)
     if config.batch_invariant:
         check_setting(config, device, adapters=bool(checkpoint.adapters), encodes=pooler is not None)
     if pooler is not None:
         encoder = load_encoder_model(checkpoint, pooler, device, dtype, pack=config.fused_layers)
+        if checkpoint.model.dtype == TF32:
+            encoder.allow_tf32()
         return Encoder(encoder, pooler.max_length, config.max_num_seqs, config.max_batched_tokens)
     check_swap(config.swap_space, attention_backend(config.attention, device))
     quantized = checkpoint.model.quantization == "int8"
@@ -93,24 +102,35 @@ def load_single(
     block_size = page_size(config, backend)
     config = replace(config, block_size=block_size)
     name_products(model.module)
-    check_model(model, backend)
-    if config.fused_layers:
-        fuse_model(model)
-    if quantized:
-        quantize_model(model)
+    with float32_products(IEEE, device):  # what is compared is compared in full
+        check_model(model, backend)
+        if config.fused_layers:
+            fuse_model(model, pack=not config.torch_compile)
+        if config.torch_compile:
+            torch_compile.compile_layers(model)
+        if quantized:
+            quantize_model(model)
     install(model, list(checkpoint.adapters.values()))
     if config.batch_invariant:
         make_invariant(model, paged)
         check_invariance(model, paged, block_size)
+    if checkpoint.model.dtype == TF32:
+        model.allow_tf32()
     max_model_len, left = checkpoint.max_model_len, None
+    forced = config.cuda_graphs == "on"
+    records = forced or (config.cuda_graphs == "auto" and runs_triton(device) and paged.name == "triton")
     if device.type == "cuda":
         memory, tokens = measure_memory(model, CudaMeter(device), config.max_batched_tokens, config.max_num_seqs)
         share = config.gpu_memory_utilization / -(-sharers // torch.cuda.device_count())
-        config, left = replace(config, max_batched_tokens=tokens), memory.left(share)
+        config = replace(config, max_batched_tokens=tokens)
+        memory = with_fixed(memory, model, paged, config, max_model_len, records=records)
+        left = memory.left(share)
         log.info("%s", memory.explain(share))
     held = kv_dtype(config.kv_cache_dtype, model.dtype)
     pool = make_pool(config, model.kv_layout, held, max_model_len, device, sharers, left)
     cache = paged(model.layers, pool.num_blocks, block_size, model.dtype, device)
+    if config.kv_cache_dtype == "fp8":
+        use_scales(cache, checkpoint, model)
     model.backend = cache
     if isinstance(cache, CpuAttention) and not config.batch_invariant and can_compile(model, paged, dtype):
         compile_layers(model, cache, config.num_threads)
@@ -126,9 +146,47 @@ def load_single(
         tuple(checkpoint.adapters),
         overlap=config.overlap == "on" or (config.overlap == "auto" and device.type == "cuda"),
     )
-    forced = config.cuda_graphs == "on"
-    if forced or (config.cuda_graphs == "auto" and runs_triton(device) and not isinstance(cache, TorchAttention)):
+    if records:
         recorder = CudaRecorder(device)
         engine.executor.record(recorder, engine.max_model_len, engine.scheduler.expected_steps, at_once=forced)
     engine.scheduler.swap = make_swap(config.swap_space, model, pool)
     return engine
+
+
+def use_scales(cache: AttentionBackend, checkpoint: Checkpoint, model: PagedModel) -> None:
+    """Give pages of fp8 the scales that the checkpoint has. Raises ConfigError."""
+    from batchrun.engine.attention.triton import Fp8Attention
+
+    assert isinstance(cache, Fp8Attention)
+    cache.use_scales(read_scales(checkpoint.folder, model.layers, checkpoint.text_config.num_hidden_layers))
+
+
+def with_fixed(
+    memory: DeviceMemory,
+    model: PagedModel,
+    paged: type[AttentionBackend],
+    config: EngineConfig,
+    max_model_len: int,
+    *,
+    records: bool,
+) -> DeviceMemory:
+    """The sum with what the engine holds on a GPU from its load, or from its first need, to its end."""
+    memory = memory._replace(workspace=paged.workspace_bytes)
+    if not runs_triton(model.device):
+        return memory
+    from batchrun.engine.token_counts import table_bytes
+
+    rows = min(config.max_num_seqs, config.max_batched_tokens)
+    memory = memory._replace(penalties=table_bytes(rows, model.vocab_size))
+    from batchrun.engine.attention.triton import TritonAttention
+
+    if not records or not issubclass(paged, TritonAttention):
+        return memory
+    from batchrun.engine.graphs import GraphShape, adapts, graph_bytes
+
+    assert config.block_size is not None
+    sms = torch.cuda.get_device_properties(model.device).multi_processor_count
+    adapted = adapts(model.module)
+    shape = GraphShape(rows, config.block_size, max_model_len, model.vocab_size, model.dtype, sms, adapted)
+    buffers, recorded = graph_bytes(paged, model.layers, shape, memory.logits)
+    return memory._replace(graph_buffers=buffers, graphs=recorded)

@@ -89,43 +89,47 @@ def _penalise_generated(scores: torch.Tensor, slots: Slots, rows: np.ndarray) ->
 
 
 def _apply_rules(
-    scores: torch.Tensor, rules: list[tuple[int, TokenRules]], slots: Slots, rows: np.ndarray, early: np.ndarray
+    scores: torch.Tensor, rules: list[tuple[np.ndarray, TokenRules]], slots: Slots, rows: np.ndarray, early: np.ndarray
 ) -> None:
     if biased := [(at, rule) for at, rule in rules if len(rule.biased)]:
         place, token = _on(scores, *_flat([(at, rule.biased) for at, rule in biased]))
-        scores[place, token] += torch.from_numpy(np.concatenate([rule.biases for _, rule in biased])).to(scores)
+        biases = np.concatenate([np.tile(rule.biases, len(at)) for at, rule in biased])
+        scores[place, token] += torch.from_numpy(biases).to(scores)
     if allowed := [(at, rule.allowed) for at, rule in rules if rule.allowed is not None]:
         place, token = _on(scores, *_flat(allowed))
         kept = scores[place, token]
-        scores[[at for at, _ in allowed]] = NEVER
+        scores[torch.from_numpy(np.concatenate([at for at, _ in allowed])).to(scores.device)] = NEVER
         scores[place, token] = kept
-    banned = [(at, rule.banned) for at, rule in rules]
-    banned += [(at, _completing(rule, slots, int(rows[at]))) for at, rule in rules if rule.bad_words]
-    banned += [(at, rule.ends) for at, rule in rules if early[at]]
+    banned = [_flat([(at, rule.banned), (at[early[at]], rule.ends)]) for at, rule in rules]
+    banned += [_completing(at, rule, slots, rows[at]) for at, rule in rules if len(rule.lasts)]
     if banned:
-        place, token = _on(scores, *_flat(banned))
+        place, token = _on(scores, *map(np.concatenate, zip(*banned, strict=True)))
         scores[place, token] = NEVER
 
 
-def _rules(slots: Slots, rows: np.ndarray) -> list[tuple[int, TokenRules]]:
-    """(place in `rows`, rules) of those that have any."""
-
-    sequences = ((at, slots.sequences[slot]) for at, slot in enumerate(rows))
-    return [(at, own.rules) for at, own in sequences if own is not None and own.rules is not None]
-
-
-def _completing(rules: TokenRules, slots: Slots, slot: int) -> np.ndarray:
-    """int64: the tokens that would complete a bad word of which all others are generated."""
-    first, end = slots.num_prompt[slot], slots.num_tokens[slot]
-    longest = max(map(len, rules.bad_words)) - 1
-    tail = tuple(slots.token_ids[slot, max(first, end - longest) : end].tolist())
-    return np.array([ids[-1] for ids in rules.bad_words if tail[-len(ids) + 1 :] == ids[:-1]], dtype=np.int64)
+def _rules(slots: Slots, rows: np.ndarray) -> list[tuple[np.ndarray, TokenRules]]:
+    """(places in `rows` int64 [n], the rules of these) for all that have any."""
+    numbers = slots.rules[rows]
+    order = np.argsort(numbers, kind="stable")
+    _, starts = np.unique(numbers[order], return_index=True)
+    own = ((at, slots.sequence(rows[at[0]]).rules) for at in np.split(order, starts[1:]))
+    return [(at, rules) for at, rules in own if rules is not None]
 
 
-def _flat(lists: list[tuple[int, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """Pairs (place, token), each int64 [N], of lists of tokens by place."""
-    places = np.repeat([at for at, _ in lists], [len(tokens) for _, tokens in lists])
-    return places.astype(np.int64), np.concatenate([tokens for _, tokens in lists])
+def _completing(places: np.ndarray, rules: TokenRules, slots: Slots, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs (place, token), each int64 [N]: the tokens that would complete a bad word of which a row has generated all
+    others. `rows` int64 [R] are the slots at these places."""
+    first, end = slots.num_prompt[rows, None], slots.num_tokens[rows, None]
+    columns = end + np.arange(-rules.heads.shape[1], 0)
+    tails = np.where(columns >= first, slots.token_ids[rows[:, None], np.maximum(columns, 0)], -1)
+    row, word = ((tails[:, None] == rules.heads) | (rules.heads < 0)).all(axis=2).nonzero()
+    return places[row], rules.lasts[word]
+
+
+def _flat(lists: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs (place, token), each int64 [N]: of every place with every token of its list."""
+    places = [np.repeat(at, len(tokens)) for at, tokens in lists]
+    return np.concatenate(places), np.concatenate([np.tile(tokens, len(at)) for at, tokens in lists])
 
 
 def _on(scores: torch.Tensor, places: np.ndarray, tokens: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:

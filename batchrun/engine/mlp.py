@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from batchrun.engine.linear import PackedLinear
+from batchrun.engine.linear import PackedLinear, is_plain
 from batchrun_kernels.cpu.after import GELU_TANH, SILU
 from batchrun_kernels.cpu.layer import gelu_tanh_and_mul, silu_and_mul
 from batchrun_kernels.cpu.scalar import elements
@@ -83,7 +83,10 @@ def busy_children(module: Any) -> set[str]:
 
 def _is_gated(module: Any) -> bool:
     known = {"gate_proj", "up_proj", "gate_up_proj", "down_proj", "act_fn", "activation_fn"}
-    return busy_children(module) <= known and hasattr(module, "down_proj") and _activation_name(module) in ACTIVATIONS
+    if not busy_children(module) <= known or not hasattr(module, "down_proj"):
+        return False
+    plain = all(is_plain(child) for name, child in module.named_children() if name.endswith("_proj"))
+    return plain and _activation_name(module) in ACTIVATIONS
 
 
 def _activation_name(module: Any) -> str:

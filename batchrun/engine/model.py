@@ -19,9 +19,12 @@ from batchrun.engine.feedback import Feedback
 from batchrun.engine.head import Head
 from batchrun.engine.kv_layout import KvLayout
 from batchrun.engine.lora import merge
+from batchrun.engine.precision import check_tf32, keep_angles_exact
+from batchrun.engine.prequantized import placement
 from batchrun.engine.staging import Staging
 from batchrun.engine.support import UnsupportedModel, is_vision_language
 from batchrun.errors import ConfigError
+from batchrun_kernels.precision import TF32
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +35,7 @@ class PagedModel:
     def __init__(self, module: Any) -> None:
         self.module: Any = module.eval().requires_grad_(False)
         self.device: torch.device = next(module.parameters()).device
-        self.dtype: torch.dtype = next(module.parameters()).dtype
+        self.dtype: torch.dtype = float_type(module)
         self.vocab_size: int = module.get_input_embeddings().weight.shape[0]
         self.backend: AttentionBackend | None = None
         self.feedback: Feedback | None = None  # of steps that take tokens which the host has not read
@@ -42,6 +45,11 @@ class PagedModel:
         self._staged: tuple[np.ndarray, torch.Tensor] | None = None  # places of logits: on the host, on the device
         self._adapters: np.ndarray | None = None  # of the tokens that were computed last
         self.layers = self._probe()
+
+    def allow_tf32(self) -> None:
+        """From now on let products of float32 be TF32's, but for those that make rotary angles."""
+        keep_angles_exact(self.module, self.device)
+        self._head.precision = TF32
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -106,7 +114,8 @@ class PagedModel:
         def attend(call: LayerCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Any) -> torch.Tensor:
             # A layer that shares the KV of an earlier one passes that layer's own tensors.
             same = (i for i, kv in enumerate(seen) if [x.data_ptr() for x in kv] == [k.data_ptr(), v.data_ptr()])
-            geometry.append(LayerGeometry(k.shape[1], k.shape[2], v.shape[2], next(same, None), call.window))
+            source = next(same, None)
+            geometry.append(LayerGeometry(k.shape[1], k.shape[2], v.shape[2], source, call.window, q.shape[1]))
             seen.append((k, v))
             return q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
 
@@ -140,24 +149,25 @@ def load_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype)
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     auto_class = AutoModelForImageTextToText if is_vision_language(checkpoint.config) else AutoModelForCausalLM
-    module = load_module(checkpoint, auto_class, dtype, hook.NAME)
-    if checkpoint.adapter is not None:
-        merge(module, checkpoint.adapter)
-    return PagedModel(module.to(device))
+    module = load_module(checkpoint, auto_class, device, dtype, hook.NAME)
+    return PagedModel(module)
 
 
 def load_module(
     checkpoint: Checkpoint,
     auto_class: Any,
+    device: torch.device,
     dtype: torch.dtype,
     attention: str | None = None,
     unused: tuple[str, ...] = (),
 ) -> Any:
-    """The transformers module with its weights. `attention` names its attention code; without, transformers chooses.
+    """The transformers module with its weights, on the device. `attention` names its attention code; without,
+    transformers chooses.
 
     Tensors whose names begin with one of `unused` need not be in the files. Raises as `load_model` does.
     """
     options, family = checkpoint.model, checkpoint.config.model_type
+    placed = placement(checkpoint.config, device)
     try:
         with _no_progress_bars():
             module, report = auto_class.from_pretrained(
@@ -168,6 +178,7 @@ def load_module(
                 use_safetensors=None if options.allow_pickle else True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are reported, and refused below
+                **placed,
             )
     except ValueError as error:
         raise UnsupportedModel(f"model={options.path}: {error}") from error
@@ -178,7 +189,9 @@ def load_module(
             raise
         raise UnsupportedModel(f"{family}: it picks its attention from a list of its own, where ours is not") from error
     _check_report(options.path, report, unused)
-    return module
+    if checkpoint.adapter is not None:
+        merge(module, checkpoint.adapter)
+    return module if placed else module.to(device)
 
 
 def _check_report(name: str | None, report: dict[str, Any], unused: tuple[str, ...]) -> None:
@@ -206,6 +219,11 @@ def _no_progress_bars() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
+def float_type(module: Any) -> torch.dtype:
+    """In which type a module computes: that of the first of its weights that are no integers of a quantised product."""
+    return next(x.dtype for x in module.parameters() if x.dtype in (torch.float32, torch.bfloat16, torch.float16))
+
+
 def choose_device(name: str) -> torch.device:
     """`auto` is the first GPU, else the CPU. Raises ConfigError for a device that is not there."""
     if name == "auto":
@@ -221,7 +239,13 @@ def choose_device(name: str) -> torch.device:
 
 def choose_dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
     """`auto` is the checkpoint's type; on a CPU float16 becomes float32, and bfloat16 too where the
-    processor has no instructions for it, since emulating either is slower than float32."""
+    processor has no instructions for it, since emulating either is slower than float32. For `tf32`, float32.
+
+    Raises ConfigError for tf32 on a device that has not got it.
+    """
+    if name == TF32:
+        check_tf32(device)
+        return torch.float32
     if name != "auto":
         dtype: torch.dtype = getattr(torch, name)
         return dtype
@@ -231,6 +255,11 @@ def choose_dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> tor
         log.info("the checkpoint is %s; computing in float32 on this CPU", dtype)
         return torch.float32
     return dtype
+
+
+def dtype_name(name: str, dtype: torch.dtype) -> str:
+    """How numbers are computed that `model.dtype` asks for, where `choose_dtype` chose this type."""
+    return TF32 if name == TF32 else str(dtype).removeprefix("torch.")
 
 
 def _cpu_has_bfloat16() -> bool:

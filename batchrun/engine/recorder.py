@@ -23,6 +23,9 @@ class Recorder(Protocol):
     def record(self, function: Callable[[], Outputs]) -> Recorded:
         """Runs the function, more than once. Raises RuntimeError for one that waits for the device."""
 
+    def reserved(self) -> int:
+        """Bytes of the device that this process has taken, if recording takes any."""
+
 
 class CudaRecorder:
     """CUDA graphs. All that one records take their memory from one pool, so the largest is recorded first; what is in
@@ -47,6 +50,9 @@ class CudaRecorder:
         self._pool = self._pool or graph.pool()
         return Recorded(outputs, graph.replay)
 
+    def reserved(self) -> int:
+        return torch.cuda.memory_reserved(self._device)
+
 
 class EagerRecorder:
     """Runs the function again at each replay: what a graph must compute, wherever there are none."""
@@ -60,3 +66,6 @@ class EagerRecorder:
                 place.copy_(value)
 
         return Recorded(outputs, replay)
+
+    def reserved(self) -> int:
+        return 0

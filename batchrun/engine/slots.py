@@ -46,6 +46,7 @@ class Slots:
         self.min_tokens = np.zeros(capacity, dtype=np.int64)
         self.edited = np.zeros(capacity, dtype=bool)  # has penalties or token rules: see logits.py
         self.penalised = np.zeros(capacity, dtype=bool)  # of these, has penalties
+        self.rules = np.zeros(capacity, dtype=np.int64)  # number of its token rules; 0: none
         self.looks_back = np.zeros(capacity, dtype=bool)  # of these, has rules that depend on the tokens so far
         self.counts_apart = False  # the device counts tokens: penalties need none from here
         self.num_logprobs = np.full(capacity, -1, dtype=np.int64)  # -1: none, 0: of the generated tokens alone
@@ -102,7 +103,8 @@ class Slots:
         self.penalised[slot] = bool(penalised)
         rules = sequence.rules
         self.edited[slot] = bool(penalised) or (rules is not None and rules.lasting)
-        self.looks_back[slot] = rules is not None and bool(rules.bad_words)
+        self.rules[slot] = 0 if rules is None else rules.number
+        self.looks_back[slot] = rules is not None and len(rules.lasts) > 0
         self.num_logprobs[slot] = -1 if sequence.logprobs is None else sequence.logprobs.count
         thinks = sequence.thinking is not None and not sequence.thinking.over
         self.thinks[slot] = thinks

@@ -20,28 +20,34 @@ TYPES: dict[type[np.generic], torch.dtype] = {np.int32: torch.int32, np.int64: t
 Put = Callable[..., torch.Tensor]  # Staging.put
 
 
-class _Buffer:
-    """The same bytes on the host and on the device."""
+class Buffer:
+    """The same bytes on the host and on the device, there at `place` (uint8 [size]) if that is given."""
 
-    def __init__(self, size: int, device: torch.device) -> None:
+    def __init__(self, size: int, device: torch.device, place: torch.Tensor | None = None) -> None:
         self.size = size
         self.pinned = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self.bytes = torch.empty(size, dtype=torch.uint8, device=device)
+        self.bytes = torch.empty(size, dtype=torch.uint8, device=device) if place is None else place
         # As integers of each type.
         self.host = {dtype: self.pinned.numpy().view(dtype) for dtype in TYPES}
         self.device = {dtype: self.bytes.view(there) for dtype, there in TYPES.items()}
-        self.copied = torch.cuda.Event() if device.type == "cuda" else None
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
     def wait(self) -> None:
         """Until the last copy out of the host's memory is over."""
-        if self.copied is not None:
-            self.copied.synchronize()
+        if self._copied is not None:
+            self._copied.synchronize()
 
     @torch.inference_mode()
     def copy(self, size: int) -> None:
+        """The first bytes, in the order of what is launched on the device; the host does not wait."""
         self.bytes[:size].copy_(self.pinned[:size], non_blocking=True)
-        if self.copied is not None:
-            self.copied.record(torch.cuda.current_stream(self.bytes.device))
+        if self._copied is not None:
+            self._copied.record(torch.cuda.current_stream(self.bytes.device))
+
+
+def aligned(size: int) -> int:
+    """So many bytes, or a few more, after which something else may begin."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 class Staging:
@@ -50,10 +56,10 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._buffers: list[_Buffer | None] = [None] * TURNS
+        self._buffers: list[Buffer | None] = [None] * TURNS
         self._turn = 0
         self._used = 0  # bytes of the round that is open
-        self._full: list[tuple[_Buffer, int]] = []  # of this round, and their bytes
+        self._full: list[tuple[Buffer, int]] = []  # of this round, and their bytes
 
     def put(self, array: np.ndarray, dtype: type[np.generic] | None = None) -> torch.Tensor:
         """Where the array will lie on the device, cast to `dtype` if that is given, which is one of TYPES."""
@@ -63,7 +69,7 @@ class Staging:
         start = self._used // itemsize
         stop = start + array.size
         buffer.host[dtype][start:stop] = array.ravel()
-        self._used = -(-stop * itemsize // ALIGNMENT) * ALIGNMENT
+        self._used = aligned(stop * itemsize)
         place = buffer.device[dtype][start:stop]
         return place if array.ndim == 1 else place.view(array.shape)
 
@@ -78,7 +84,7 @@ class Staging:
         self._full, self._used = [], 0
         self._turn = (self._turn + 1) % TURNS
 
-    def _room(self, size: int) -> _Buffer:
+    def _room(self, size: int) -> Buffer:
         """The buffer of this round, once it may be written; a larger one beside it if this does not fit."""
         buffer = self._buffers[self._turn]
         if buffer is not None and not self._used and not self._full:
@@ -87,6 +93,6 @@ class Staging:
             if buffer is not None:
                 self._full.append((buffer, self._used))
             least = LEAST_BYTES if buffer is None else 2 * buffer.size
-            buffer = self._buffers[self._turn] = _Buffer(max(least, 2 * size), self.device)
+            buffer = self._buffers[self._turn] = Buffer(max(least, 2 * size), self.device)
             self._used = 0
         return buffer

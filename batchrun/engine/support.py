@@ -74,6 +74,7 @@ REFUSED_LAYERS: dict[str, str] = {
     "hybrid_sliding": "its layers mix attention with a recurrent state",
     "chunked_attention": "some of its layers attend inside fixed chunks of positions",
     "indexed_attention": INDEXED,
+    "deepseek_sparse_attention": INDEXED,
     "compressed_sparse_attention": "some of its layers see keys that are pooled over several positions",
     "heavily_compressed_attention": "some of its layers see keys that are pooled over several positions",
 }

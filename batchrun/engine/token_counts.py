@@ -11,6 +11,11 @@ from batchrun_kernels.penalise import count_tokens, penalise
 FILL_ROWS = 32  # counted at a time
 
 
+def table_bytes(capacity: int, vocabulary: int) -> int:
+    """What a table of TokenCounts takes on the device, with rows that are being counted."""
+    return (capacity + min(capacity, FILL_ROWS)) * vocabulary * torch.int32.itemsize
+
+
 class TokenCounts:
     """A table int32 [capacity, vocabulary] as batchrun_kernels/penalise.py wants it, made when a row first asks.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,9 +20,11 @@ class TokenRules(NamedTuple):
     biases: np.ndarray  # float32 [B], added to the logits of `biased`
     allowed: np.ndarray | None  # [A]; None: all
     banned: np.ndarray  # [N]: bad words of one token
-    bad_words: tuple[tuple[int, ...], ...]  # of several tokens: the last must not follow the others
+    heads: np.ndarray  # [W, L]: of bad words of several tokens, all but the last; -1 in front of shorter ones
+    lasts: np.ndarray  # [W]: which must not follow these
     ends: np.ndarray  # [E]: what would end the row, and must not before min_tokens
     lasting: bool  # there is more than `ends`
+    number: int  # from 1; the same for the same rules, as long as these are remembered
 
 
 class RuleBook:
@@ -31,6 +34,7 @@ class RuleBook:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.eos_ids = eos_ids
+        self._numbers = count(1)
         self._read = lru_cache(REMEMBERED)(self._read_rules)
 
     def of(self, params: SamplingParams) -> TokenRules | None:
@@ -63,14 +67,19 @@ class RuleBook:
         if ends is not None:
             stop_ids, ignore_eos = ends
             ending = {*stop_ids, *(() if ignore_eos else self.eos_ids.tolist())}
+        several = sorted(ids for ids in forbidden if len(ids) > 1)
+        width = max((len(ids) - 1 for ids in several), default=0)
+        heads = [(-1,) * (width + 1 - len(ids)) + ids[:-1] for ids in several]
         return TokenRules(
             biased=np.array(list(biases), dtype=np.int64),
             biases=np.array(list(biases.values()), dtype=np.float32),
             allowed=None if allowed is None else _ids({self._checked("allowed_token_ids", token) for token in allowed}),
             banned=_ids({ids[0] for ids in forbidden if len(ids) == 1}),
-            bad_words=tuple(sorted(ids for ids in forbidden if len(ids) > 1)),
+            heads=np.array(heads, dtype=np.int64).reshape(len(several), width),
+            lasts=np.array([ids[-1] for ids in several], dtype=np.int64),
             ends=_ids({token for token in ending if 0 <= token < self.vocab_size}),
             lasting=bool(biases or allowed or forbidden),
+            number=next(self._numbers),
         )
 
     def _checked(self, name: str, token: int) -> int:

@@ -22,7 +22,9 @@ from batchrun_kernels.paged import FP8, KvPages, Rows, Scoring
 from batchrun_kernels.paged_decode import paged_decode
 from batchrun_kernels.paged_prefill import PrefillPlan, block_m_of, paged_prefill
 from batchrun_kernels.penalise import count_tokens, penalise
-from batchrun_kernels.prefix_group import Groups, plan_prefix, prefix_group
+from batchrun_kernels.precision import TF32
+from batchrun_kernels.prefix_group import Groups, prefix_group
+from batchrun_kernels.prefix_plan import plan_prefix
 from batchrun_kernels.reshape_and_cache import reshape_and_cache
 from batchrun_kernels.rms_norm import add_rms_norm, rms_norm
 from batchrun_kernels.rope_and_cache import HeadNorm, Pages, rope, rope_and_cache
@@ -62,10 +64,11 @@ class _Attention(NamedTuple):
         scoring = Scoring(self.dk**-0.5, self.window, self.softcap, _meta(self.heads) if self.sinks else None)
         return _meta(2048, self.heads, self.dk, dtype=self.dtype), pages, _rows(), scoring
 
-    def decode(self, queries: int = 1) -> None:
+    def decode(self, queries: int = 1, merged: bool = False) -> None:
         q, pages, rows, scoring = self.inputs()
         plan = plan_decode([4096] * 32, [queries] * 32, self.heads, pages, q.element_size(), num_sms=132)
-        paged_decode(q, pages, rows._replace(first_keys=rows.seq_lens), scoring, plan)
+        lse = _meta(*q.shape[:2], dtype=torch.float32) if merged else None
+        paged_decode(q, pages, rows._replace(first_keys=rows.seq_lens), scoring, plan, lse=lse)
 
     def prefill(self, invariant: bool = False) -> None:
         plan = PrefillPlan(_meta(64, 2, dtype=torch.int32), block_m_of(max(self.dk, self.dv), self.dtype.itemsize))
@@ -74,14 +77,15 @@ class _Attention(NamedTuple):
     def prefix(self) -> None:
         q, pages, rows, scoring = self.inputs()
         plan = plan_prefix([4096], [64], self.heads, pages, q.element_size(), num_sms=132)
-        tokens = _meta(64, dtype=torch.int32)
-        groups = Groups(rows.block_tables, rows.seq_lens, _meta(33, dtype=torch.int32), tokens, tokens)
+        one, two, tokens = (_meta(n, dtype=torch.int32) for n in (1, 2, 64))
+        groups = Groups(rows.block_tables, one, one, two, tokens, tokens)
         prefix_group(q, pages, groups, scoring, plan)
 
 
 def _merge() -> None:
-    lse, run_lse, runs = (_meta(*shape, dtype=torch.float32) for shape in ((256, 32), (64, 32, 8), (64, 32, 8, 128)))
-    merge_runs(_meta(256, 32, 128), lse, _meta(64, dtype=torch.int32), runs, run_lse)
+    lse, run_lse, runs = (_meta(*shape, dtype=torch.float32) for shape in ((256, 32), (512, 32), (512, 32, 128)))
+    tokens, run_starts = (_meta(n, dtype=torch.int32) for n in (64, 65))
+    merge_runs(_meta(256, 32, 128), lse, tokens, run_starts, runs, run_lse)
 
 
 def _cache(heads: int, dk: int, dv: int, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -124,6 +128,15 @@ def _experts(tokens: int, hidden: int, inner: int, experts: int, dtype: torch.dt
 def _matmul(rows: int, width: int, depth: int, dtype: torch.dtype = torch.bfloat16, *, bias: bool = False) -> None:
     weight = _meta(width, depth, dtype=dtype)
     matmul(_meta(rows, depth, dtype=dtype), weight, _meta(width, dtype=dtype) if bias else None)
+
+
+def _in_tf32(call: Callable[[], object]) -> None:
+    setting = torch.backends.cuda.matmul
+    before, setting.fp32_precision = setting.fp32_precision, TF32
+    try:
+        call()
+    finally:
+        setting.fp32_precision = before
 
 
 def _sample(dtype: torch.dtype) -> None:
@@ -172,15 +185,20 @@ def cases() -> dict[str, Callable[[], object]]:
         "matmul 4096x4096": partial(_matmul, 256, 4096, 4096),
         "matmul 151936x896 float16": partial(_matmul, 1, 151936, 896, torch.float16, bias=True),
         "matmul 4096x4096 float32": partial(_matmul, 256, 4096, 4096, torch.float32),
+        "experts 64 tf32": partial(_in_tf32, partial(_experts, 64, 2048, 768, 8, torch.float32)),
         "decode 128 queries": partial(plain.decode, 8),
+        "decode 128 merged": partial(plain.decode, merged=True),
         "decode 128 page 16": plain._replace(block_size=16).decode,
         "decode 64 sinks window": gpt_oss.decode,
+        "decode 64 sinks window merged": partial(gpt_oss.decode, merged=True),
         "decode 80": narrow.decode,
         "decode 192/128": latent.decode,
         "decode 256 softcap window": gemma2.decode,
+        "decode 256 softcap window merged": partial(gemma2.decode, merged=True),
         "decode 128 fp8": plain._replace(kv_dtype=FP8).decode,
         "decode 128 fp8 bits": plain._replace(kv_dtype=torch.uint8).decode,
         "decode 128 float32": plain._replace(dtype=torch.float32).decode,
+        "decode 128 tf32": partial(_in_tf32, plain._replace(dtype=torch.float32).decode),
         "merge 8x128": _merge,
         "prefix 128": plain.prefix,
         "prefix 256 softcap window": gemma2.prefix,
@@ -189,6 +207,7 @@ def cases() -> dict[str, Callable[[], object]]:
         "prefill 64 sinks window": gpt_oss.prefill,
         "prefill 192/128": latent.prefill,
         "prefill 256 softcap window": gemma2.prefill,
+        "prefill 128 tf32": partial(_in_tf32, plain._replace(dtype=torch.float32).prefill),
         "prefix 128 fp8": plain._replace(kv_dtype=FP8).prefix,
         "prefill 128 fp8": plain._replace(kv_dtype=FP8).prefill,
         "prefill 128 fp8 bits": plain._replace(kv_dtype=torch.uint8).prefill,
@@ -196,10 +215,11 @@ def cases() -> dict[str, Callable[[], object]]:
 
 
 def targets_of(case: str) -> tuple[str, ...]:
-    """All targets; prompts in their less common forms for one, since they take long, and fp8 as a type where it is."""
+    """All targets; prompts in their less common forms for one, since they take long; fp8 and TF32 where they are."""
     if case.startswith("pref") and not case.endswith(" 128"):
         return ("sm_90",)
-    return tuple(target for target in TARGETS if not (case.endswith("fp8") and target == "sm_80"))
+    lacking = {"fp8": "sm_80", "tf32": "gfx942"}
+    return tuple(target for target in TARGETS if lacking.get(case.rpartition(" ")[2]) != target)
 
 
 def compile_all() -> Iterator[tuple[str, Resources]]:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from batchrun_kernels.act_and_mul import ACTIVATIONS
 from batchrun_kernels.cost import Cost
+from batchrun_kernels.precision import product_precision
 from batchrun_kernels.tuned import tuned
 
 
@@ -45,6 +46,7 @@ def _grouped_gemm_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     # Pairs past the last expert's are those of none: their rows are zeros.
     tile = tl.program_id(0)
@@ -78,10 +80,10 @@ def _grouped_gemm_kernel(
             x = tl.load(x_place + start, mask=is_row[:, None] & (step[None, :] < left), other=0.0)
             w_mask = is_col[None, :] & (step[:, None] < left)
             w = tl.load(w_place + start, mask=w_mask, other=0.0)
-            acc = tl.dot(x, w, acc, input_precision="ieee")
+            acc = tl.dot(x, w, acc, input_precision=PRECISION)
             if scales_ptr is None:
                 w = tl.load(w_place + start + width * w_stride, mask=w_mask, other=0.0)
-                up = tl.dot(x, w, up, input_precision="ieee")
+                up = tl.dot(x, w, up, input_precision=PRECISION)
         if scales_ptr is None:
             if ACTIVATION == "silu":
                 exponent = acc
@@ -225,6 +227,7 @@ def _launch(
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k,
+        PRECISION=product_precision(x.dtype),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         enable_fp_fusion=True,

@@ -116,6 +116,7 @@ def attend_keys(
     DV: tl.constexpr,
     DK_PAD: tl.constexpr,
     DV_PAD: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """(peak, total, acc) after the tiles from `begin` to `end`."""
     dk = tl.arange(0, DK_PAD)
@@ -132,7 +133,7 @@ def attend_keys(
         else:
             k = tl.load(k_place, mask=dk[:, None] < DK, other=0.0) if DK < DK_PAD else tl.load(k_place)
             v = tl.load(v_place, mask=dv[None, :] < DV, other=0.0) if DV < DV_PAD else tl.load(v_place)
-        s = tl.dot(q, _widened(k, q.dtype), input_precision="ieee") * scale
+        s = tl.dot(q, _widened(k, q.dtype), input_precision=PRECISION) * scale
         if HAS_SOFTCAP:
             s = softcap * (2.0 * tl.sigmoid(2.0 * s / softcap) - 1.0)  # softcap · tanh(s / softcap)
         s *= LOG2E
@@ -146,7 +147,7 @@ def attend_keys(
         p = tl.exp2(s - shift[:, None])
         decay = tl.exp2(peak - shift)
         total = total * decay + tl.sum(p, 1)
-        acc = tl.dot(p.to(q.dtype), _widened(v, q.dtype), acc * decay[:, None], input_precision="ieee")
+        acc = tl.dot(p.to(q.dtype), _widened(v, q.dtype), acc * decay[:, None], input_precision=PRECISION)
         peak = new_peak
     return peak, total, acc
 

@@ -32,6 +32,7 @@ from batchrun_kernels.paged import (
     scales,
     tile_of,
 )
+from batchrun_kernels.precision import product_precision
 from batchrun_kernels.tuned import tuned
 
 
@@ -81,6 +82,7 @@ def _decode_kernel(
     DV: tl.constexpr,
     DK_PAD: tl.constexpr,
     DV_PAD: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     every_row = tl.arange(0, ROWS)
     dk = tl.arange(0, DK_PAD)
@@ -125,14 +127,14 @@ def _decode_kernel(
             block_tables_ptr + sequence * table_stride,
             k_ptr + kv_head * k_head_stride, v_ptr + kv_head * v_head_stride,
             k_block_stride, k_token_stride, v_block_stride, v_token_stride,
-            True, HAS_WINDOW, HAS_SOFTCAP, BLOCK_SIZE, TILE, DK, DV, DK_PAD, DV_PAD,
+            True, HAS_WINDOW, HAS_SOFTCAP, BLOCK_SIZE, TILE, DK, DV, DK_PAD, DV_PAD, PRECISION,
         )  # fmt: skip
-        acc, lse = normalised(peak, total, acc)
         is_last = chunks == 1
         if chunks > 1:
+            values, lse = normalised(peak, total, acc)
             run_row = (unit * PARTS + part) * ROWS + every_row.to(tl.int64)
             run_mask = is_row[:, None] & (dv[None, :] < DV)
-            tl.store(runs_ptr + run_row[:, None] * DV + dv[None, :], acc, mask=run_mask)
+            tl.store(runs_ptr + run_row[:, None] * DV + dv[None, :], values, mask=run_mask)
             tl.store(run_lse_ptr + run_row, lse, mask=is_row)
             tl.debug_barrier()  # every thread's part is written before one thread says so
             arrived = tl.atomic_add(arrived_ptr + sequence * PARTS + part, 1, sem="acq_rel", scope="gpu")
@@ -155,10 +157,10 @@ def _decode_kernel(
                     total = total * decay + weight
                     acc = acc * decay[:, None] + run * weight[:, None]
                     peak = new_peak
-                acc, lse = normalised(peak, total, acc)
         if is_last:
+            values, lse = normalised(peak, total, acc)
             out_place = out_ptr + (place * out_stride + head * out_head_stride)[:, None] + dv[None, :]
-            values = (acc * value_scale).to(out_ptr.dtype.element_ty)
+            values = (values * value_scale).to(out_ptr.dtype.element_ty)
             tl.store(out_place, values, mask=is_row[:, None] & (dv[None, :] < DV))
             if lse_ptr is not None:
                 tl.store(lse_ptr + place * (KV_HEADS * GROUP) + head, lse, mask=is_row)
@@ -217,6 +219,7 @@ def paged_decode(
         HAS_SOFTCAP=scoring.softcap is not None,
         TILE=tile,
         **page_shape(pages),
+        PRECISION=product_precision(q.dtype),
         **tuned("paged_decode", attention_shape(pages, q.element_size()), q.device, num_warps=4, num_stages=3),
         enable_fp_fusion=True,
     )

@@ -40,6 +40,7 @@ from batchrun_kernels.paged import (
     tile_of,
     upload_to,
 )
+from batchrun_kernels.precision import product_precision
 from batchrun_kernels.tuned import tuned
 
 
@@ -81,6 +82,7 @@ def _prefill_kernel(
     DV: tl.constexpr,
     DK_PAD: tl.constexpr,
     DV_PAD: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -127,17 +129,17 @@ def _prefill_kernel(
             peak, total, acc = attend_keys(
                 q, at, peak, total, acc, begin, inner, low, end, window, scale, softcap, table, k_head_ptr, v_head_ptr,
                 k_block_stride, k_token_stride, v_block_stride, v_token_stride,
-                True, HAS_WINDOW, HAS_SOFTCAP, BLOCK_SIZE, TILE, DK, DV, DK_PAD, DV_PAD,
+                True, HAS_WINDOW, HAS_SOFTCAP, BLOCK_SIZE, TILE, DK, DV, DK_PAD, DV_PAD, PRECISION,
             )  # fmt: skip
         peak, total, acc = attend_keys(
             q, at, peak, total, acc, inner, edge, low, end, window, scale, softcap, table, k_head_ptr, v_head_ptr,
             k_block_stride, k_token_stride, v_block_stride, v_token_stride,
-            False, HAS_WINDOW, HAS_SOFTCAP, BLOCK_SIZE, TILE, DK, DV, DK_PAD, DV_PAD,
+            False, HAS_WINDOW, HAS_SOFTCAP, BLOCK_SIZE, TILE, DK, DV, DK_PAD, DV_PAD, PRECISION,
         )  # fmt: skip
     peak, total, acc = attend_keys(
         q, at, peak, total, acc, edge, end, low, end, window, scale, softcap, table, k_head_ptr, v_head_ptr,
         k_block_stride, k_token_stride, v_block_stride, v_token_stride,
-        True, HAS_WINDOW, HAS_SOFTCAP, BLOCK_SIZE, TILE, DK, DV, DK_PAD, DV_PAD,
+        True, HAS_WINDOW, HAS_SOFTCAP, BLOCK_SIZE, TILE, DK, DV, DK_PAD, DV_PAD, PRECISION,
     )  # fmt: skip
     values, _ = normalised(peak, total, acc)
     out_place = out_ptr + (place * out_stride + head * out_head_stride)[:, None] + dv[None, :]
@@ -235,6 +237,7 @@ def paged_prefill(
         HAS_SOFTCAP=scoring.softcap is not None,
         TILE=tile_of(head_dim_of(pages), q.element_size()),
         **page_shape(pages),
+        PRECISION=product_precision(q.dtype),
         **tuned("paged_prefill", attention_shape(pages, q.element_size()), q.device, num_warps=8, num_stages=2),
         enable_fp_fusion=True,
     )

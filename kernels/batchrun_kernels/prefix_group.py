@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -21,7 +20,6 @@ from batchrun_kernels.cost import Cost
 from batchrun_kernels.paged import (
     KvPages,
     Scoring,
-    Upload,
     attend_keys,
     attend_torch,
     attention_shape,
@@ -32,12 +30,10 @@ from batchrun_kernels.paged import (
     read_pages,
     scales,
     tile_of,
-    upload_to,
 )
-from batchrun_kernels.paged_prefill import block_m_of
+from batchrun_kernels.precision import product_precision
+from batchrun_kernels.prefix_plan import PrefixPlan
 from batchrun_kernels.tuned import tuned
-
-MIN_CHUNK = 512  # keys: below, writing and reading partial results costs too much beside them
 
 
 @triton.jit
@@ -46,14 +42,16 @@ def _prefix_kernel(
     k_ptr,
     v_ptr,
     block_tables_ptr,
+    leaders_ptr,
     shared_lens_ptr,
     token_starts_ptr,
     tokens_ptr,
     positions_ptr,
+    counts_ptr,  # int32 [2]: units of work, keys of a chunk
     units_ptr,  # int32 [U, 3]: group, place among its tiles of rows, place among its chunks of keys
-    runs_ptr,  # fp32 [N, HEADS, SPLITS, DV]
-    run_lse_ptr,  # fp32 [N, HEADS, SPLITS]
-    chunk,
+    run_starts_ptr,  # int32 [N + 1]: each query's first run
+    runs_ptr,  # fp32 [R, HEADS, DV]
+    run_lse_ptr,  # fp32 [R, HEADS]
     scale,
     value_scale,
     softcap,
@@ -69,7 +67,6 @@ def _prefix_kernel(
     table_stride,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
-    SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -79,9 +76,13 @@ def _prefix_kernel(
     DV: tl.constexpr,
     DK_PAD: tl.constexpr,
     DV_PAD: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     unit = tl.program_id(0)
     kv_head = tl.program_id(1)
+    if unit >= tl.load(counts_ptr):
+        return
+    chunk = tl.load(counts_ptr + 1)
     group = tl.load(units_ptr + 3 * unit).to(tl.int64)
     tile = tl.load(units_ptr + 3 * unit + 1)
     split = tl.load(units_ptr + 3 * unit + 2)
@@ -109,22 +110,22 @@ def _prefix_kernel(
     peak = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.full([BLOCK_M], 0.0, tl.float32)
     acc = tl.full([BLOCK_M, DV_PAD], 0.0, tl.float32)
-    table = block_tables_ptr + group * table_stride
+    table = block_tables_ptr + tl.load(leaders_ptr + group).to(tl.int64) * table_stride
     k_head_ptr = k_ptr + kv_head * k_head_stride
     v_head_ptr = v_ptr + kv_head * v_head_stride
     if not HAS_WINDOW:
         peak, total, acc = attend_keys(
             q, at, peak, total, acc, begin, edge, low, end, window, scale, softcap, table, k_head_ptr, v_head_ptr,
             k_block_stride, k_token_stride, v_block_stride, v_token_stride,
-            False, HAS_WINDOW, HAS_SOFTCAP, BLOCK_SIZE, TILE, DK, DV, DK_PAD, DV_PAD,
+            False, HAS_WINDOW, HAS_SOFTCAP, BLOCK_SIZE, TILE, DK, DV, DK_PAD, DV_PAD, PRECISION,
         )  # fmt: skip
     peak, total, acc = attend_keys(
         q, at, peak, total, acc, edge, end, low, end, window, scale, softcap, table, k_head_ptr, v_head_ptr,
         k_block_stride, k_token_stride, v_block_stride, v_token_stride,
-        True, HAS_WINDOW, HAS_SOFTCAP, BLOCK_SIZE, TILE, DK, DV, DK_PAD, DV_PAD,
+        True, HAS_WINDOW, HAS_SOFTCAP, BLOCK_SIZE, TILE, DK, DV, DK_PAD, DV_PAD, PRECISION,
     )  # fmt: skip
     values, lse = normalised(peak, total, acc)
-    run = (place * HEADS + head) * SPLITS + split
+    run = (tl.load(run_starts_ptr + place) + split).to(tl.int64) * HEADS + head
     mask = (is_row & (lse != -float("inf")))[:, None] & (dv[None, :] < DV)
     tl.store(runs_ptr + run[:, None] * DV + dv[None, :], values * value_scale, mask=mask)
     tl.store(run_lse_ptr + run, lse, mask=is_row)
@@ -134,93 +135,39 @@ class Groups(NamedTuple):
     """G groups of sequences that share their first positions; all int32.
 
     `tokens` [N] are the places in q of the queries, group after group, and `positions` [N] where they stand; group g
-    has those from `token_starts[g]` on, of [G + 1]. `block_tables` [G, M] names the shared pages, and `shared_lens` [G]
-    how many positions are shared, which all come before every query of the group.
+    has those from `token_starts[g]` on, of [G + 1]. Row `leaders[g]` of `block_tables` [B, M] names the shared pages,
+    and `shared_lens` [G] is how many positions are shared, which all come before every query of the group.
     """
 
     block_tables: Tensor
+    leaders: Tensor
     shared_lens: Tensor
     token_starts: Tensor
     tokens: Tensor
     positions: Tensor
 
 
-class PrefixPlan(NamedTuple):
-    """Which rows and keys each program takes: `units` int32 [U, 3] are group, tile of `block_m` rows, chunk of keys."""
-
-    units: Tensor
-    block_m: int
-    chunk: int
-    splits: int  # most chunks of a group
-
-
-def plan_prefix(
-    shared_lens: Sequence[int],
-    token_counts: Sequence[int],
-    heads: int,
-    pages: KvPages,
-    itemsize: int,
-    *,
-    num_sms: int,
-    chunk: int | None = None,
-    upload: Upload | None = None,
-) -> PrefixPlan:
-    """The plan for groups of so many shared positions and queries, on the device of `pages`, where `upload` brings it.
-
-    Chunks are of about as many keys as give each of `num_sms` multiprocessors two programs, MIN_CHUNK at least; or of
-    `chunk`, a multiple of 64, which makes a row's result independent of the other groups. `itemsize` is that of the
-    queries.
-    """
-    lengths, counts = np.asarray(shared_lens, dtype=np.int64), np.asarray(token_counts, dtype=np.int64)
-    kv_heads, head_dim = pages.keys.shape[2], head_dim_of(pages)
-    rows = counts * (heads // kv_heads)
-    block_m = min(block_m_of(head_dim, itemsize), 128 if rows.max(initial=0) > 64 else 64)
-    tiles = -(-rows // block_m)
-    if chunk is None:
-        work = int((tiles * lengths).sum()) * kv_heads
-        chunk = max(MIN_CHUNK, -(-work // (2 * num_sms) // 64) * 64)
-    chunks = np.maximum(1, -(-lengths // chunk))
-    units = [
-        (group, tile, split)
-        for group in range(len(lengths))
-        for split in range(chunks[group])
-        for tile in range(tiles[group])
-    ]
-    array = np.array(units, dtype=np.int32).reshape(-1, 3)
-    upload = upload or upload_to(pages.keys.device)
-    return PrefixPlan(upload(array), block_m, chunk, int(chunks.max(initial=1)))
-
-
-def prefix_group(
-    q: Tensor, pages: KvPages, groups: Groups, scoring: Scoring, plan: PrefixPlan
-) -> tuple[Tensor, Tensor]:
+def prefix_group(q: Tensor, pages: KvPages, groups: Groups, scoring: Scoring, plan: PrefixPlan) -> None:
     """Attends with the queries of `groups` in `q` [T, Hq, Dk] to the shared positions.
 
-    Returns runs [N, Hq, S, Dv] fp32, attention over each of S chunks of keys, and their natural log-sum-exp [N, Hq, S]
-    fp32: minus infinity where a query sees no key of a chunk, and the run is not set there. `plan` is plan_prefix's.
-    Sinks are left to attention over the sequences' own keys: raises ValueError for them, and on shapes, layouts or
-    limits that the kernel cannot take.
+    Writes attention over each chunk of a query's keys to the plan's `runs`, and its natural log-sum-exp to `run_lse`:
+    minus infinity where a query sees no key of a chunk, and the run is not set there. `plan` is plan_prefix's, for
+    these groups; more than it counts may have room in it, and in `groups`. Sinks are left to attention over the
+    sequences' own keys: raises ValueError for them, and on shapes, layouts or limits that the kernel cannot take.
     """
-    check(q, pages, groups.block_tables, {"shared_lens": groups.shared_lens}, scoring)
+    check(q, pages, groups.block_tables, {}, scoring)
     if scoring.sinks is not None:
         raise ValueError("sinks must be None: they join the softmax once, with the sequences' own keys")
-    if groups.tokens.shape != groups.positions.shape or len(groups.token_starts) != len(groups.shared_lens) + 1:
-        shapes = f"tokens {tuple(groups.tokens.shape)}, positions {tuple(groups.positions.shape)}"
-        raise ValueError(f"{shapes}, token_starts {tuple(groups.token_starts.shape)} must be [N], [N] and [G + 1]")
-    heads, (kv_heads, dv) = q.shape[1], pages.values.shape[2:]
-    runs = q.new_empty(len(groups.tokens), heads, plan.splits, dv, dtype=torch.float32)
-    lse = runs.new_full(runs.shape[:3], -torch.inf)
+    _check_groups(groups, plan)
     if len(plan.units) == 0:
-        return runs, lse
+        return
+    heads, kv_heads = q.shape[1], pages.values.shape[2]
     scale, value_scale = scales(pages, scoring)
     _prefix_kernel[(len(plan.units), kv_heads)](
         q,
         *pages[:2],
         *groups,
-        plan.units,
-        runs,
-        lse,
-        plan.chunk,
+        *plan[:5],
         scale,
         value_scale,
         1.0 if scoring.softcap is None else scoring.softcap,
@@ -231,16 +178,28 @@ def prefix_group(
         groups.block_tables.stride(0),
         GROUP=heads // kv_heads,
         HEADS=heads,
-        SPLITS=plan.splits,
         BLOCK_M=plan.block_m,
         HAS_WINDOW=scoring.window is not None,
         HAS_SOFTCAP=scoring.softcap is not None,
         TILE=tile_of(head_dim_of(pages), q.element_size()),
         **page_shape(pages),
+        PRECISION=product_precision(q.dtype),
         **_options(q, pages, plan.block_m),
         enable_fp_fusion=True,
     )
-    return runs, lse
+
+
+def _check_groups(groups: Groups, plan: PrefixPlan) -> None:
+    count, tokens = len(groups.leaders), len(groups.tokens)
+    expected = {
+        "shared_lens": (groups.shared_lens, count),
+        "token_starts": (groups.token_starts, count + 1),
+        "positions": (groups.positions, tokens),
+        "run_starts": (plan.run_starts, tokens + 1),
+    }
+    for name, (tensor, length) in expected.items():
+        if tensor.shape != (length,) or not tensor.is_contiguous():
+            raise ValueError(f"{name} of shape {tuple(tensor.shape)} must be a contiguous [{length}]")
 
 
 def _options(q: Tensor, pages: KvPages, block_m: int) -> dict[str, int]:
@@ -257,7 +216,7 @@ def prefix_group_torch(q: Tensor, pages: KvPages, groups: Groups, scoring: Scori
     bounds = groups.token_starts.tolist()
     for g, length in enumerate(groups.shared_lens.tolist()):
         members = slice(bounds[g], bounds[g + 1])
-        keys, values = read_pages(pages, groups.block_tables[g], 0, length, wide)
+        keys, values = read_pages(pages, groups.block_tables[groups.leaders[g]], 0, length, wide)
         position = torch.arange(length, device=q.device)
         distance = groups.positions[members, None] - position
         visible = distance < (scoring.window or distance.max() + 1)

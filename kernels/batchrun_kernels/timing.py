@@ -87,8 +87,8 @@ def _prefill(layer: Layer, lengths: list[int], counts: list[int], window: int | 
 
 def _merge(layer: Layer, tokens: int) -> Run:
     out, lse = (torch.randn(tokens, layer.heads, *end, device=layer.device) for end in ((layer.dim,), ()))
-    places = torch.arange(tokens, device=layer.device, dtype=torch.int32)
-    return partial(merge_runs, out.bfloat16(), lse, places, out[:, :, None].contiguous(), lse[:, :, None].contiguous())
+    starts = torch.arange(tokens + 1, device=layer.device, dtype=torch.int32)
+    return partial(merge_runs, out.bfloat16(), lse, starts[:-1], starts, out, lse)
 
 
 def _cache(layer: Layer, tokens: int) -> Run:

@@ -31,7 +31,8 @@ from batchrun_kernels.grouped_gemm import (
 from batchrun_kernels.paged import KvPages, Rows, Scoring, attention_shape, paged_attention_torch
 from batchrun_kernels.paged_decode import paged_decode
 from batchrun_kernels.paged_prefill import paged_prefill, plan_prefill
-from batchrun_kernels.prefix_group import Groups, PrefixPlan, plan_prefix, prefix_group, prefix_group_torch
+from batchrun_kernels.prefix_group import Groups, prefix_group, prefix_group_torch
+from batchrun_kernels.prefix_plan import PrefixPlan, plan_prefix
 from batchrun_kernels.tuned import TABLE, Key, Options, gpu_name
 
 BLOCK_SIZE = 64
@@ -114,7 +115,8 @@ def prefix_inputs(
     q, pages, rows = layer.rows([shared], [tokens])
     places = torch.arange(tokens, device=layer.device, dtype=torch.int32)
     starts = torch.tensor([0, tokens], dtype=torch.int32).to(layer.device)
-    groups = Groups(rows.block_tables, rows.seq_lens, starts, places, places + shared)
+    leaders = torch.zeros(1, device=layer.device, dtype=torch.int32)
+    groups = Groups(rows.block_tables, leaders, rows.seq_lens, starts, places, places + shared)
     sizes = (layer.heads, pages, q.element_size())
     plan = plan_prefix([shared], [tokens], *sizes, num_sms=layer.num_sms, chunk=chunk)
     return q, pages, groups, Scoring(layer.dim**-0.5), plan
@@ -124,12 +126,17 @@ def prefix_case(layer: Layer, shared: int, tokens: int) -> Case:
     """One group, its keys read as one chunk."""
     inputs = prefix_inputs(layer, shared, tokens, chunk=-(-shared // 64) * 64)
     q, pages, groups, scoring, plan = inputs
+
+    def run() -> Tensor:
+        prefix_group(*inputs)
+        return plan.runs
+
     return Case(
         "prefix_group",
         f"{attention_shape(pages, q.element_size())}x{plan.block_m}",
         q.dtype,
         _choices(num_warps=(4, 8), num_stages=STAGES),
-        lambda: lambda: prefix_group(*inputs)[0][:, :, 0],
+        lambda: run,
         lambda: prefix_group_torch(q.double(), _double(pages), groups, scoring)[0],
     )
 

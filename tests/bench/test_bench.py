@@ -103,6 +103,13 @@ def test_mistakes_are_found_before_an_engine_loads(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_type_that_others_have_not_is_refused(tiny: Path, tmp_path: Path):
+    config = bench_config(tiny, tmp_path / "out")
+    config.model.dtype = "tf32"
+    with pytest.raises(ConfigError, match=r"bench\.kind=engines gives engines one type, .* set model\.dtype=float32"):
+        bench.run(config)
+
+
 def test_a_workload_too_long_for_the_model_is_named(tmp_path: Path, known_limits: None):
     from batchrun.bench.tiny import save_tiny_model
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from batchrun.engine.engine import Engine
 from batchrun.engine.llm import LLM
@@ -193,6 +201,19 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
 
 ALL_FAMILIES = {**FAMILIES, **HARD_FAMILIES, **MORE_FAMILIES}
 CLEAR = 2e-5  # of the two best logits: with less between them, rounding decides and a reference proves nothing
+
+
+def known(families: Iterable[str]) -> list[str]:
+    """Those that the installed transformers has: releases add families."""
+    return [family for family in families if family in CONFIG_MAPPING]
+
+
+def replaceable(families: Iterable[str]) -> list[str]:
+    """Those known whose code looks its attention up by name: in some releases that of `codegen` and `gptj` does not."""
+    classes = {family: MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[family]] for family in known(families)}
+    return [
+        family for family, cls in classes.items() if hasattr(sys.modules[cls.__module__], "ALL_ATTENTION_FUNCTIONS")
+    ]
 
 
 def make_model(family: str, folder: Path, **changes: Any) -> Path:

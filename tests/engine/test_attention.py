@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 
 from batchrun.engine.attention import cpu
 from batchrun.engine.attention.base import AttentionBackend, LayerCall, LayerGeometry, zero_pages
-from batchrun.engine.attention.prefix import prefix_groups
+from batchrun.engine.attention.prefix import PrefixGroup, Sharing, prefix_groups, shared_prefixes
 from batchrun.engine.attention.registry import BACKENDS
 from batchrun.engine.batch import Batch, make_batch
 from batchrun.engine.kv_cache import HOLE, KvGroup
@@ -300,6 +301,63 @@ def test_prefix_groups_take_the_depth_that_saves_most() -> None:
     rows.slots.num_computed[:6] = 3  # nothing is computed to the end of a block
     batch = make_batch(rows.slots, np.arange(6), np.ones(6, dtype=np.int64))
     assert prefix_groups(batch, batch.block_tables[0], 4, 2, 1) == []
+
+
+def test_groups_are_those_of_a_walk_one_block_at_a_time() -> None:
+    """Over random trees of blocks, with rows that have given back their first."""
+    random, found = np.random.default_rng(0), 0
+    for _ in range(300):
+        rows, columns = random.integers(2, 20), random.integers(1, 8)
+        tables = random.integers(0, 3, (rows, columns)) + 10 * np.arange(columns)
+        for column in range(1, columns):  # a block is of one path only
+            tables[:, column] += 100 * tables[:, column - 1]
+        tables[random.random(rows) < 0.1, 0] = HOLE
+        computed = random.integers(0, 4 * columns + 1, rows)
+        groups = shared_prefixes(computed, tables, 4, min_rows=3, min_saved=4)
+        walked = walk(computed // 4, tables, 3, 4)
+        assert sorted((g.rows.tolist(), g.blocks.tolist()) for g in groups) == sorted(walked)
+        found += len(groups)
+    assert found > 100
+
+
+def walk(limit: np.ndarray, tables: np.ndarray, min_rows: int, min_saved: int) -> list[tuple[list[int], list[int]]]:
+    left = [row for row in range(len(tables)) if limit[row] and tables[row, 0] != HOLE]
+    groups = []
+    while left:
+        path: list[int] = []
+        best: tuple[int, list[int]] = (0, left)
+        alive, top = left, Counter(tables[left, 0].tolist()).most_common(1)[0][0]
+        while len(alive) >= min_rows:
+            alive = [row for row in alive if limit[row] > len(path)]
+            blocks = Counter(int(tables[row, len(path)]) for row in alive)
+            if not blocks:
+                break
+            path.append(min(block for block in blocks if blocks[block] == max(blocks.values())))
+            alive = [row for row in alive if tables[row, len(path) - 1] == path[-1]]
+            if len(alive) >= min_rows and (len(alive) - 1) * len(path) > best[0]:
+                best = (len(alive) - 1) * len(path), alive
+                deepest = len(path)
+        if not best[0]:
+            left = [row for row in left if tables[row, 0] != top]
+            continue
+        if best[0] >= min_saved:
+            groups.append((best[1], path[:deepest]))
+        left = [row for row in left if row not in best[1]]
+    return groups
+
+
+def test_groups_as_flat_arrays() -> None:
+    """Rows of one to three queries; row 2 is in no group."""
+    lens, starts = np.array([1, 3, 2, 1, 2]), np.array([0, 1, 4, 6, 7])
+    groups = [PrefixGroup(np.array([0, 3]), np.array([5, 6])), PrefixGroup(np.array([1, 4]), np.array([9]))]
+    sharing = Sharing.of(groups, 4, starts, lens, np.arange(9) + 20)
+    assert sharing.first_keys.tolist() == [8, 4, 0, 8, 4]
+    assert (sharing.leaders.tolist(), sharing.shared_lens.tolist()) == ([0, 1], [8, 4])
+    assert (sharing.token_starts.tolist(), sharing.token_counts.tolist()) == ([0, 2, 7], [2, 5])
+    assert sharing.tokens.tolist() == [0, 6, 1, 2, 3, 7, 8]
+    assert sharing.positions.tolist() == [20, 26, 21, 22, 23, 27, 28]
+    nothing = Sharing.none()
+    assert (nothing.token_starts.tolist(), len(nothing.tokens), len(nothing.leaders)) == ([0], 0, 0)
 
 
 @pytest.mark.parametrize("chunks", [(100,), (1,), (3, 1, 8)], ids=str)

@@ -10,8 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from batchrun.config import EngineConfig
+from batchrun.engine.attention.torch import TorchAttention
 from batchrun.engine.device_memory import GIB, DeviceMemory, measure_memory
 from batchrun.engine.hook import NAME
+from batchrun.engine.loading import with_fixed
 from batchrun.engine.memory import kv_budget
 from batchrun.engine.model import PagedModel
 from batchrun.errors import ConfigError
@@ -65,6 +67,26 @@ def test_what_is_left_is_the_share_less_weights_and_steps() -> None:
     assert memory.explain(0.9) == (
         "80.00 GiB x engine.gpu_memory_utilization=0.9: weights 16.00 + step 2.00 + logits 1.00 + KV cache 53.00 GiB"
     )
+
+
+def test_what_an_engine_holds_beside_them_is_in_the_sum() -> None:
+    memory = DeviceMemory(80 * GIB, 0, 16 * GIB, 2 * GIB, GIB, GIB // 4, GIB // 8, GIB // 2, GIB)
+    assert memory.left(0.9) == 72 * GIB - 19 * GIB - GIB // 8 * 15
+    assert memory.explain(0.9).endswith(
+        "logits 1.00 + penalty table 0.25 + attention workspace 0.12 + buffers of graphs 0.50 + "
+        "graphs (estimated) 1.00 + KV cache 51.12 GiB"
+    )
+
+
+def test_without_triton_only_the_library_holds_more(model: PagedModel) -> None:
+    config, memory = EngineConfig(block_size=16), DeviceMemory(TOTAL, 0, WEIGHTS, 20, 10)
+
+    class Library(TorchAttention):
+        name = "flashinfer"
+        workspace_bytes = 99
+
+    assert with_fixed(memory, model, TorchAttention, config, 64, records=False) == memory
+    assert with_fixed(memory, model, Library, config, 64, records=False) == memory._replace(workspace=99)
 
 
 def test_what_others_hold_is_not_promised_twice() -> None:

@@ -52,7 +52,8 @@ def test_sums_over_any_choice(dtype: torch.dtype) -> None:
         torch.randint(0, 5, (50, 2)),  # 4 is no expert
     ):
         weights = torch.rand(index.shape)
-        expected = original.float()(x, index, weights)
+        # Not every release of transformers takes an index past the last expert.
+        expected = original.float()(x, index.clamp(max=3), weights.masked_fill(index > 3, 0))
         computed = Experts(original.to(dtype))(x.to(dtype), index, weights.to(dtype))
         tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.03, torch.float16: 0.005}[dtype]
         assert (computed.float() - expected).norm() < tolerance * expected.norm()

@@ -14,13 +14,13 @@ from batchrun.engine.staging import LEAST_BYTES, TURNS, Staging
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of each copy that was made."""
     made: list[int] = []
-    copy = module._Buffer.copy
+    copy = module.Buffer.copy
 
-    def noted(self: module._Buffer, size: int) -> None:
+    def noted(self: module.Buffer, size: int) -> None:
         made.append(size)
         copy(self, size)
 
-    monkeypatch.setattr(module._Buffer, "copy", noted)
+    monkeypatch.setattr(module.Buffer, "copy", noted)
     return made
 
 

@@ -7,11 +7,15 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from batchrun.config import EngineConfig
 from batchrun.engine import host_pages
+from batchrun.engine.acceptance import paged_logits
+from batchrun.engine.attention import triton
+from batchrun.engine.attention.triton import TritonAttention
 from batchrun.engine.experts_device import GroupedExperts
 from batchrun.engine.host_pages import make_swap
 from batchrun.engine.layers_device import DeviceLayer
@@ -41,6 +45,18 @@ def test_equals_generate(family: str, family_folder: Callable[[str], Path], refe
         assert_idle(engine_of(llm))
 
 
+def test_tf32_is_near_float32_and_not_it(family_folder: Callable[[str], Path]) -> None:
+    ids = np.array(PROMPTS[0], dtype=np.int32)
+    logits = {}
+    for dtype in ("float32", "tf32"):
+        with on_gpu(family_folder("llama"), dtype=dtype) as llm:
+            model = engine_of(llm).model
+            assert model.dtype == torch.float32
+            logits[dtype] = paged_logits(model, TritonAttention, [ids], 64)
+    difference = (logits["tf32"] - logits["float32"]).norm() / logits["float32"].norm()
+    assert 1e-5 < difference < 0.05
+
+
 @pytest.mark.parametrize("attention", ["triton", "torch"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3"])
 def test_equals_generate_when_preempted(
@@ -67,7 +83,12 @@ def test_equals_generate_with_kv_in_host_memory(
 
 @pytest.mark.parametrize("option", ["overlap", "cuda_graphs"])
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
-def test_says_the_same_with_it_on_and_off(option: str, family: str, family_folder: Callable[[str], Path]) -> None:
+def test_says_the_same_with_it_on_and_off(
+    option: str, family: str, family_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that share pages read them together, however few they are."""
+    monkeypatch.setattr(triton, "MIN_GROUP_ROWS", 2)
+    monkeypatch.setattr(triton, "MIN_SAVED_BLOCKS", 1)
     if option not in {field.name for field in fields(EngineConfig)}:
         pytest.skip(f"there is no engine.{option}")
     said = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from triton.runtime.jit import JITFunction
 
@@ -63,9 +65,21 @@ def _widen_bf16_dot() -> None:
     InterpreterBuilder.create_dot = widened
 
 
+def _index_by_the_only_element() -> None:
+    """Scalars are arrays of one element, of which NumPy 2.4 makes no loop's bound as Triton 3.6 asks it to."""
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: type[tl.tensor], scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
+
+
 _interpret_again()
 _round_as_hardware()
 _widen_bf16_dot()
+_index_by_the_only_element()
 
 
 @pytest.fixture(autouse=True)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 from batchrun_kernels.roofline import shapes
 
@@ -25,6 +29,7 @@ print(json.dumps({"case": "starved", **targets.compile_launch(starved, "sm_90").
 for (kernel, shape), make in timing.launches(torch.device("meta"), 132).items():
     print(json.dumps({"timed": [kernel, shape], "kernels": [x.kernel.__name__ for x in targets.record(make())]}))
 """
+CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 TARGETS = ("sm_80", "sm_90", "gfx942")
 Row = dict[str, Any]
 
@@ -76,11 +81,21 @@ def test_every_kernel_compiles_for_every_target(rows: list[Row]) -> None:
 
 
 def test_no_kernel_spills_registers(rows: list[Row]) -> None:
-    """Prompts have large tiles that are chosen for Hopper's: elsewhere a few registers spill."""
+    """Prompts have large tiles that are chosen for Hopper's: elsewhere a few registers spill. So do six at most of the
+    sampler's in a Triton before the one of constraints.txt: 3.6 keeps to 128 of them."""
     spilled = [row for row in rows if row["spilled"] and row["case"] != "starved"]
     elsewhere = [row for row in spilled if row["case"].startswith("pref") and row["target"] != "sm_90"]
-    assert [row for row in spilled if row not in elsewhere] == []
+    sampler = [row for row in spilled if row["kernel"] == "_sample_kernel" and triton_is_older()]
+    assert [row for row in spilled if row not in elsewhere + sampler] == []
     assert all(row["spilled"] <= 96 for row in elsewhere)
+    assert all(row["spilled"] <= 24 for row in sampler)
+
+
+def triton_is_older() -> bool:
+    """Than what constraints.txt has."""
+    pinned = re.search(r"^triton==(\S+)", CONSTRAINTS.read_text(), re.MULTILINE)
+    assert pinned is not None
+    return Version(version("triton")) < Version(pinned[1])
 
 
 def test_a_spill_would_be_seen(rows: list[Row]) -> None:
@@ -102,11 +117,23 @@ def test_keys_and_values_are_loaded_sixteen_bytes_at_a_time(rows: list[Row]) -> 
 
 def test_products_of_half_precision_use_tensor_cores(rows: list[Row]) -> None:
     kernels = ("_decode_kernel", "_prefill_kernel", "_prefix_kernel", "_grouped_gemm_kernel", "_matmul_kernel")
-    products = [row for row in rows if row["kernel"] in kernels and "float32" not in row["case"]]
+    products = [row for row in rows if row["kernel"] in kernels and "32" not in row["case"].rpartition(" ")[2]]
     assert {row["kernel"] for row in products} == set(kernels)
     # One of Hopper's covers what takes many of the others.
     few = ("experts 2048", "matmul", "prefill invariant")
     assert all(row["matrix_ops"] >= (4 if row["case"].startswith(few) else 16) for row in products)
+
+
+def test_float32_is_multiplied_in_full_unless_it_is_tf32(rows: list[Row]) -> None:
+    """NVIDIA's tensor cores take no float32 but as TF32; those of AMD do."""
+    counts = {(row["case"], row["kernel"], row["target"]): row["matrix_ops"] for row in rows}
+    full = [count for (case, _, target), count in counts.items() if "float32" in case and target != "gfx942"]
+    assert len(full) > 4
+    assert not any(full)
+    less = {(case, target): count for (case, _, target), count in counts.items() if "tf32" in case}
+    assert {case for case, _ in less} == {"decode 128 tf32", "prefill 128 tf32", "experts 64 tf32"}
+    assert {target for _, target in less} == {"sm_80", "sm_90"}
+    assert all(less.values())
 
 
 def test_tiles_fit_shared_memory_and_those_of_decoding_twice_on_nvidia(rows: list[Row]) -> None:

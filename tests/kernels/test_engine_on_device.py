@@ -100,14 +100,14 @@ def test_equals_generate(
     llm = make_optimistic(load_tight(folder, 10, max(map(len, PROMPTS)) + MAX_TOKENS, attention="triton"))
     model = engine_of(llm).model
     steps, sends = Mock(wraps=model.hidden), Mock()
-    copy = staging._Buffer.copy
+    copy = staging.Buffer.copy
 
-    def counted(buffer: staging._Buffer, size: int) -> None:
+    def counted(buffer: staging.Buffer, size: int) -> None:
         sends()
         copy(buffer, size)
 
     monkeypatch.setattr(model, "hidden", steps)
-    monkeypatch.setattr(staging._Buffer, "copy", counted)
+    monkeypatch.setattr(staging.Buffer, "copy", counted)
     completions = llm.generate(PROMPTS, SamplingParams(max_tokens=MAX_TOKENS))
     assert [completion.token_ids for completion in completions] == expected
     # One copy a step, and one when layers of a new kind attend first.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from batchrun.engine import layers
@@ -20,6 +23,7 @@ from batchrun.engine.attention.registry import cache_backend
 from batchrun.engine.attention.torch import TorchAttention
 from batchrun.engine.attention.triton import Fp8Attention, TritonAttention
 from batchrun.engine.hook import NAME
+from batchrun.engine.kv_scales import read_scales
 from batchrun.engine.memory import KvShape
 from batchrun.engine.model import PagedModel
 from batchrun.engine.params import SamplingParams
@@ -35,8 +39,15 @@ PROMPTS = [random_prompt(1, 22), *(SHARED + random_prompt(i, 3) for i in (2, 3))
 class RoundedAttention(TorchAttention):
     """K and V as fp8 pages give them back."""
 
+    scales: Sequence[tuple[float, float]] = ()
+
+    def use_scales(self, scales: Sequence[tuple[float, float]]) -> None:
+        self.scales = scales
+
     def attend(self, call: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return super().attend(call, q, *(x.clamp(-448, 448).to(FP8).to(x.dtype) for x in (k, v)))
+        scales = self.scales[call.layer] if self.scales else (1.0, 1.0)
+        pairs = zip((k, v), scales, strict=True)
+        return super().attend(call, q, *((x / s).clamp(-448, 448).to(FP8).to(x.dtype) * s for x, s in pairs))
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +82,79 @@ def test_generates_what_torch_does_with_rounded_keys_and_values(folder: Path, mo
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     found, expected = ([each.token_ids for each in llm.generate(PROMPTS, params)] for llm in (ours, reference))
     assert found == expected
+
+
+def stored(folder: Path, tmp_path: Path, scales: dict[str, list[float]]) -> Path:
+    """The model with tensors that are no weights."""
+    copy = Path(shutil.copytree(folder, tmp_path / "scaled"))
+    tensors = load_file(copy / "model.safetensors") | {name: torch.tensor(value) for name, value in scales.items()}
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    return copy
+
+
+def test_scales_of_the_checkpoint_are_those_of_the_pages(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In steps of pieces, with prefix groups, by layers that write their KV themselves and by those that do not."""
+    scales = {f"model.layers.{i}.self_attn.{part}_scale": [0.003 * (1 + i)] for i in (0, 1) for part in "kv"}
+    scales["model.layers.1.self_attn.v_scale"] = [0.002]
+    scaled = stored(folder, tmp_path, scales)
+    pairs = [(0.003, 0.003), (0.006, 0.002)]
+    expected = [x.item() for x in torch.tensor([0.003, 0.003, 0.006, 0.002])]
+    monkeypatch.setattr(backend_module, "MIN_GROUP_ROWS", 2)
+    monkeypatch.setattr(backend_module, "MIN_SAVED_BLOCKS", 1)
+    prompts = [np.array(prompt, dtype=np.int32) for prompt in PROMPTS]
+    for fused in (False, True):
+        monkeypatch.setattr(layers, "runs_triton", lambda device, fused=fused: fused)
+        llm = load(scaled, attention="triton", kv_cache_dtype="fp8", fused_layers=fused)
+        model = engine_of(llm).model
+        assert isinstance(model.backend, Fp8Attention)
+        assert [scale for pages in model.backend.pages for scale in pages[2:]] == expected
+        backends = (scaled_backend(Fp8Attention, pairs), scaled_backend(RoundedAttention, pairs), RoundedAttention)
+        found, rounded, plain = (paged_logits(model, backend, prompts, 12) for backend in backends)
+        assert (found - rounded).norm() < 1e-4 * rounded.norm()
+        assert (found - plain).norm() > 1e-3 * rounded.norm()
+
+
+def scaled_backend(backend: Any, pairs: list[tuple[float, float]]) -> Any:
+    """A backend whose pages have these scales from the first."""
+
+    class Scaled(backend):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.use_scales(pairs)
+
+    return Scaled
+
+
+@pytest.mark.parametrize(
+    "name", ["self_attn.k_proj.k_scale", "self_attn.k_proj.output_scale", "self_attn.attn.k_scale", "self_attn.k_scale"]
+)
+def test_scales_have_other_names_too(name: str, tmp_path: Path) -> None:
+    tensors = {f"model.layers.1.{name}": torch.tensor(0.25), f"model.layers.1.{name}_inv": torch.tensor(3.0)}
+    tensors["vision_tower.layers.0.self_attn.k_scale"] = torch.tensor(7.0)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert read_scales(tmp_path, [LayerGeometry(1, 8, 8)] * 2, 2) == [(1.0, 1.0), (0.25, 1.0)]
+
+
+def test_one_scale_for_both_and_layers_that_read_the_kv_of_others(tmp_path: Path) -> None:
+    own, shared = LayerGeometry(1, 8, 8), LayerGeometry(1, 8, 8, 0)
+    save_file({"model.layers.0.self_attn.kv_scale": torch.tensor([0.5])}, tmp_path / "model.safetensors")
+    assert read_scales(tmp_path, [own, shared], 2) == [(0.5, 0.5), (0.5, 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("layer", "value", "message"),
+    [
+        (0, [0.1, 0.2], r"one scale for the keys of a layer .*layers\.0\.self_attn\.k_scale in .* has 2: set"),
+        (0, [0.0], r"is 0\.0, and a scale must be above 0"),
+        (2, [0.1], r"are of 3 layers, and this model of 2 attends 2 times: set engine\.kv_cache_dtype=auto"),
+    ],
+)
+def test_scales_that_cannot_be_used_are_refused(layer: int, value: list[float], message: str, tmp_path: Path) -> None:
+    save_file({f"model.layers.{layer}.self_attn.k_scale": torch.tensor(value)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=message):
+        read_scales(tmp_path, [LayerGeometry(1, 8, 8)] * 2, 2)
 
 
 def test_the_same_memory_holds_twice_the_tokens() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 Row = tuple[list[int], int]
@@ -26,8 +27,10 @@ class Engine:
         )
         self.model: Any = model.to(spec["device"]).eval()
         self.generation = transformers.GenerationConfig(do_sample=False, eos_token_id=NO_TOKEN, pad_token_id=0)
+        named = {field.name for field in fields(transformers.ContinuousBatchingConfig)}
+        page_size = "page_size" if "page_size" in named else "block_size"  # as releases before it call it
         self.batching = transformers.ContinuousBatchingConfig(
-            page_size=settings["block_size"],
+            **{page_size: settings["block_size"]},
             num_blocks=_blocks(spec, self.model),
             max_batch_tokens=settings["max_batched_tokens"],
             max_requests_per_batch=settings["max_num_seqs"],
@@ -42,7 +45,7 @@ class Engine:
         # Prompts with a common prefix lie side by side, as in generate_batch.
         order = sorted(range(len(rows)), key=lambda i: rows[i][0], reverse=True)
         with (
-            torch.inference_mode(),
+            torch.no_grad(),  # not inference mode: the manager writes to its tensors in a thread that is not in it
             self.model.continuous_batching_context_manager(
                 generation_config=self.generation, continuous_batching_config=self.batching
             ) as manager,

@@ -7,7 +7,7 @@ import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -37,6 +37,7 @@ class LayerGeometry:
     value_dim: int
     source: int | None = None  # layer whose pages this one reads (KV-shared layers), else its own
     window: int | None = None  # positions that its queries see, their own included; None: all
+    num_heads: int | None = field(default=None, compare=False)  # of its queries; None: not known
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """K and V of one position: kv heads x ((key dim + value dim) x element size + two scales if it is int8)."""
@@ -98,6 +99,7 @@ class AttentionBackend(ABC):
     name: ClassVar[str]  # in `engine.attention`
     page_size: ClassVar[int] = 32  # tokens of a page, if `engine.block_size` says nothing
     page_multiple: ClassVar[int] = 1  # which every page size must be a multiple of
+    workspace_bytes: ClassVar[int] = 0  # that it holds on the device beside the pages
 
     @abstractmethod
     def __init__(

@@ -51,6 +51,7 @@ class FlashInferAttention(LibraryAttention):
 
     name = "flashinfer"
     page_size = 64
+    workspace_bytes = WORKSPACE
     head_dims = (64, 128, 256)
 
     def __init__(

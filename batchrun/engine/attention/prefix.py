@@ -6,6 +6,7 @@ numpy only. Sharing is physical here: two rows share a prefix where their block 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -23,6 +24,50 @@ class PrefixGroup:
     @property
     def depth(self) -> int:
         return len(self.blocks)
+
+
+class Sharing(NamedTuple):
+    """G groups of a step as flat arrays, all int64: what kernels read, and what plans are made from.
+
+    Group g has the queries `tokens` [N], which stand at `positions` [N], from `token_starts[g]` on, of [G + 1].
+    """
+
+    first_keys: np.ndarray  # [R]: positions that its group reads for a row
+    leaders: np.ndarray  # [G]: a row of each
+    shared_lens: np.ndarray  # [G]: positions that are shared
+    token_starts: np.ndarray
+    tokens: np.ndarray
+    positions: np.ndarray
+
+    @property
+    def token_counts(self) -> np.ndarray:
+        return np.diff(self.token_starts)
+
+    @classmethod
+    def none(cls) -> Self:
+        """Of no rows."""
+        return cls.of([], 1, *(np.empty(0, dtype=np.int64) for _ in range(3)))
+
+    @classmethod
+    def of(
+        cls,
+        groups: list[PrefixGroup],
+        block_size: int,
+        query_starts: np.ndarray,
+        query_lens: np.ndarray,
+        positions: np.ndarray,
+    ) -> Self:
+        """Of rows whose queries are at `query_starts` and so many (both int64 [R]) among `positions` int64 [T]."""
+        rows = np.concatenate([np.empty(0, dtype=np.int64), *(group.rows for group in groups)])
+        shared = np.array([group.depth * block_size for group in groups], dtype=np.int64)
+        sizes = np.array([len(group.rows) for group in groups], dtype=np.int64)
+        counts = query_lens[rows]
+        ends = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        tokens = np.repeat(query_starts[rows] - ends[:-1], counts) + np.arange(ends[-1])
+        first_keys = np.zeros_like(query_lens)
+        first_keys[rows] = np.repeat(shared, sizes)
+        starts = np.concatenate([[0], np.cumsum(sizes)])
+        return cls(first_keys, rows[starts[:-1]], shared, ends[starts], tokens, positions[tokens])
 
 
 def prefix_groups(
@@ -45,33 +90,32 @@ def shared_prefixes(
     """
     limit = computed // block_size
     left = np.flatnonzero((limit > 0) & (tables[:, 0] != HOLE))
+    order = left[np.argsort(tables[left, 0], kind="stable")]
+    _, starts, counts = np.unique(tables[order, 0], return_index=True, return_counts=True)
     groups: list[PrefixGroup] = []
-    while len(left) >= min_rows:
-        firsts, counts = np.unique(tables[left, 0], return_counts=True)
-        if counts.max() < min_rows:
-            break
-        members = left[tables[left, 0] == firsts[counts.argmax()]]
-        group = _best_group(tables, members, limit, min_rows)
-        left = left[~np.isin(left, members if group is None else group.rows)]
-        if group is not None and (len(group.rows) - 1) * group.depth >= min_saved:
-            groups.append(group)
+    for start, count in zip(starts[counts >= min_rows], counts[counts >= min_rows], strict=True):
+        members = order[start : start + count]
+        while len(members) >= min_rows:
+            group = _best_group(tables, members, limit, min_rows)
+            members = members[~np.isin(members, group.rows)]
+            if (len(group.rows) - 1) * group.depth >= min_saved:
+                groups.append(group)
     return groups
 
 
-def _best_group(tables: np.ndarray, members: np.ndarray, limit: np.ndarray, min_rows: int) -> PrefixGroup | None:
-    """The deepest worthwhile group along the most common path through the members' tables."""
-    best: PrefixGroup | None = None
-    saved = 0
-    alive = members
-    for depth in range(1, int(limit[members].max()) + 1):
-        alive = alive[limit[alive] >= depth]
-        if len(alive) < min_rows:
-            break
-        values, counts = np.unique(tables[alive, depth - 1], return_counts=True)
-        alive = alive[tables[alive, depth - 1] == values[counts.argmax()]]
-        if len(alive) < min_rows:
-            break
-        if (len(alive) - 1) * depth > saved:
-            saved = (len(alive) - 1) * depth
-            best = PrefixGroup(alive, tables[alive[0], :depth].astype(np.int64))
+def _best_group(tables: np.ndarray, members: np.ndarray, limit: np.ndarray, min_rows: int) -> PrefixGroup:
+    """The group that saves most along the most common path through the members' tables, which begin alike."""
+    best = PrefixGroup(members, tables[members[0], :1].astype(np.int64))
+    depth, saved = 0, 0
+    while len(members) >= min_rows:
+        blocks = tables[members, depth : int(limit[members].min())]
+        differ = (blocks != blocks[0]).any(axis=0)
+        depth += int(differ.argmax()) if differ.any() else len(differ)
+        if (len(members) - 1) * depth > saved:
+            saved = (len(members) - 1) * depth
+            best = PrefixGroup(members, tables[members[0], :depth].astype(np.int64))
+        members = members[limit[members] > depth]
+        if len(members) >= min_rows:
+            values, counts = np.unique(tables[members, depth], return_counts=True)
+            members = members[tables[members, depth] == values[counts.argmax()]]
     return best

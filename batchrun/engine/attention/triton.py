@@ -8,25 +8,26 @@ a step is planned here, once for all layers that are alike.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from batchrun.engine.attention.base import AttentionBackend, LayerCall, LayerGeometry, distinct_tensors, pages_of_heads
-from batchrun.engine.attention.prefix import shared_prefixes
+from batchrun.engine.attention.prefix import Sharing, shared_prefixes
+from batchrun.engine.attention.tables import Kind, Planner, Plans, Table
 from batchrun.engine.batch import Batch
 from batchrun.engine.kv_cache import HOLE
 from batchrun.engine.kv_layout import KvLayout
 from batchrun.engine.staging import Put, Staging
 from batchrun.errors import ConfigError
-from batchrun_kernels.decode_plan import MAX_QUERIES, DecodePlan, plan_decode
+from batchrun_kernels.decode_plan import MAX_QUERIES, plan_decode
 from batchrun_kernels.merge_runs import merge_runs
 from batchrun_kernels.paged import FP8, MAX_HEAD_DIM, KvPages, Rows, Scoring
 from batchrun_kernels.paged_decode import paged_decode
-from batchrun_kernels.paged_prefill import PrefillPlan, paged_prefill, plan_prefill
-from batchrun_kernels.prefix_group import Groups, PrefixPlan, plan_prefix, prefix_group
+from batchrun_kernels.paged_prefill import paged_prefill, plan_prefill
+from batchrun_kernels.prefix_group import Groups, prefix_group
+from batchrun_kernels.prefix_plan import plan_prefix
 from batchrun_kernels.reshape_and_cache import reshape_and_cache
 from batchrun_kernels.rope_and_cache import Pages
 
@@ -38,58 +39,28 @@ TABLE_COLUMNS = 16  # Triton compiles a kernel again for a stride that this does
 INTERPRETED_SMS = 4  # multiprocessors that Triton's interpreter stands for
 
 
-@dataclass(slots=True)
-class _Rows:
-    """Rows of a batch for one kernel: what all block tables share, on the host for planning and on the device."""
+class Chosen(NamedTuple):
+    """Rows of a batch for one kernel; all int64 [R]."""
 
-    rows: np.ndarray  # int64 [R]: which of the batch
-    seq_lens: np.ndarray  # int64 [R]
+    rows: np.ndarray  # which of the batch
+    seq_lens: np.ndarray
     query_starts: np.ndarray
     query_lens: np.ndarray
-    on_device: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # the last three, int32
+
+    @classmethod
+    def of(cls, batch: Batch, chosen: np.ndarray) -> Chosen | None:
+        """Those of `chosen` bool [R]; None: there are none."""
+        rows = np.flatnonzero(chosen)
+        starts = batch.query_starts[rows]
+        return cls(rows, batch.seq_lens[rows], starts, batch.query_starts[rows + 1] - starts) if len(rows) else None
 
 
-@dataclass(slots=True)
-class _Part:
-    """These rows and their pages."""
+class Step(NamedTuple):
+    """What a step's plans are made from, on the host."""
 
-    rows: _Rows
-    device: Rows
-    first_keys: np.ndarray | None = None
-
-
-@dataclass(slots=True)
-class _Groups:
-    device: Groups
-    shared_lens: list[int]
-    token_counts: list[int]
-
-
-class _Kind(NamedTuple):
-    """Layers that are alike have the same plans."""
-
-    window: int | None
-    heads: int
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-
-
-class _Plans(NamedTuple):
-    short: DecodePlan | None
-    long: PrefillPlan | None
-    groups: PrefixPlan | None
-
-
-@dataclass(slots=True)
-class _Table:
-    """What the layers of one block table share in a step."""
-
-    slot_mapping: torch.Tensor  # int64 [T]
-    short: _Part | None
-    long: _Part | None
-    groups: _Groups | None = None
-    plans: dict[_Kind, _Plans] = field(default_factory=dict)
+    short: Chosen | None
+    long: Chosen | None
+    sharing: Sharing | None  # among the short rows, in tables without a window
 
 
 class TritonAttention(AttentionBackend):
@@ -118,27 +89,53 @@ class TritonAttention(AttentionBackend):
             self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         held = FP8 if self.fp8 else dtype
         self.pages = [KvPages(*kv) for kv in pages_of_heads(self.layout, num_blocks, block_size, held, device)]
-        self._tables: list[_Table] = []
+        # Of each table: whether its rows keep all their blocks, and so may share them.
+        self.whole = [group.window is None for group in self.layout.groups for _ in range(group.tables)]
+        self.shares = not self.invariant and True in self.whole  # whether rows may read pages together
+        self._tables: list[Table] = []
+        self._planner: Planner = self._plan_late
+        self._step = Step(None, None, None)
         # Of the layers of each table, as they have attended: from then on their plans are made with a step's begin.
-        self._kinds: list[dict[_Kind, KvPages]] = [{} for _ in range(self.layout.num_tables)]
+        self._kinds: list[dict[Kind, KvPages]] = [{} for _ in range(self.layout.num_tables)]
         self._staging = Staging(device)
 
     def begin(self, batch: Batch, staging: Staging | None = None) -> None:
         put = (staging or self._staging).put
         counts = np.diff(batch.query_starts)
         most = 0 if self.invariant else MAX_QUERIES  # queries of a row that decodes
-        short, long = (_rows(batch, chosen, put) for chosen in (counts <= most, counts > most))
-        kinds = [group for group in self.layout.groups for _ in range(group.tables)]
-        self._tables = []
-        for number, kv_group in enumerate(kinds):
-            blocks = batch.block_tables[number]
-            table = _Table(put(batch.slot_mapping[number]), _part(short, blocks, put), _part(long, blocks, put))
-            if table.short is not None and kv_group.window is None:
-                self._group(table, table.short, batch, blocks, put)
-            table.plans = {kind: self._plan(table, kind, pages, put) for kind, pages in self._kinds[number].items()}
-            self._tables.append(table)
+        short, long = (Chosen.of(batch, chosen) for chosen in (counts <= most, counts > most))
+        step = self._step = Step(short, long, None if short is None else self.find_sharing(batch, short))
+        lens = [None if part is None else [put(x, np.int32) for x in part[1:]] for part in (short, long)]
+        shared = None if step.sharing is None else [put(x, np.int32) for x in step.sharing]
+        tables = []
+        for number, blocks in enumerate(batch.block_tables):
+            parts = [
+                None if part is None or ints is None else Rows(put(_widened(blocks[part.rows]), np.int32), *ints)
+                for part, ints in zip((short, long), lens, strict=True)
+            ]
+            table = Table(put(batch.slot_mapping[number]), parts[0], parts[1])
+            if shared is not None and table.short is not None and self.whole[number]:
+                table.short = table.short._replace(first_keys=shared[0])
+                table.groups = Groups(table.short.block_tables, *shared[1:])
+            table.plans = {kind: self._plan(number, kind, pages, put) for kind, pages in self._kinds[number].items()}
+            tables.append(table)
+        self.aim(tables, self._plan_late)
         if staging is None:
             self._staging.send()
+
+    def aim(self, tables: list[Table], planner: Planner) -> None:
+        """Layers attend to these tables from now on, until the next step begins."""
+        self._tables, self._planner = tables, planner
+
+    def find_sharing(self, batch: Batch, rows: Chosen) -> Sharing | None:
+        """Rows that share enough pages to read them together; None: there are none. All tables without a window share
+        alike: their blocks are found together."""
+        if not self.shares:
+            return None
+        blocks = batch.block_tables[self.whole.index(True), rows.rows]
+        computed = rows.seq_lens - rows.query_lens
+        groups = shared_prefixes(computed, blocks, self.block_size, MIN_GROUP_ROWS, MIN_SAVED_BLOCKS)
+        return Sharing.of(groups, self.block_size, *rows[2:], batch.positions) if groups else None
 
     def attend(self, call: LayerCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         to = self.destination(call.layer)
@@ -162,94 +159,81 @@ class TritonAttention(AttentionBackend):
         plans = self._plans(call, pages, q.shape[1])
         out = queries.new_empty(*q.shape[:2], pages.values.shape[3])
         if table.long is not None and plans.long is not None:
-            rows = table.long.device
-            paged_prefill(queries, pages, rows, scoring, plans.long, out=out, invariant=self.invariant)
+            paged_prefill(queries, pages, table.long, scoring, plans.long, out=out, invariant=self.invariant)
         if table.short is not None and plans.short is not None:
-            grouped = table.groups is not None
+            grouped = plans.groups is not None
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=self.device) if grouped else None
-            paged_decode(queries, pages, table.short.device, scoring, plans.short, out=out, lse=lse)
+            paged_decode(queries, pages, table.short, scoring, plans.short, out=out, lse=lse)
             if table.groups is not None and plans.groups is not None and lse is not None:
-                groups = table.groups.device
-                runs, run_lse = prefix_group(queries, pages, groups, scoring._replace(sinks=None), plans.groups)
-                merge_runs(out, lse, groups.tokens, runs, run_lse)
+                prefix_group(queries, pages, table.groups, scoring._replace(sinks=None), plans.groups)
+                merge_runs(out, lse, table.groups.tokens, *plans.groups[2:5])
         return out.to(q.dtype)
 
-    def _group(self, table: _Table, part: _Part, batch: Batch, blocks: np.ndarray, put: Put) -> None:
-        """Let the rows that share enough pages read them together."""
-        rows, blocks = part.rows, blocks[part.rows.rows]
-        computed = rows.seq_lens - rows.query_lens
-        found = shared_prefixes(computed, blocks, self.block_size, MIN_GROUP_ROWS, MIN_SAVED_BLOCKS)
-        if not found:
-            return
-        stops = rows.query_starts + rows.query_lens
-        part.first_keys = np.zeros_like(computed)
-        members = []
-        for group in found:
-            part.first_keys[group.rows] = group.depth * self.block_size
-            members.append(np.concatenate([np.arange(rows.query_starts[row], stops[row]) for row in group.rows]))
-        part.device = part.device._replace(first_keys=put(part.first_keys, np.int32))
-        shared, counts = [group.depth * self.block_size for group in found], [len(tokens) for tokens in members]
-        tokens = np.concatenate(members)
-        firsts = _widened(blocks[[group.rows[0] for group in found]])
-        arrays = (firsts, shared, np.cumsum([0, *counts]), tokens, batch.positions[tokens])
-        table.groups = _Groups(Groups(*(put(np.asarray(x), np.int32) for x in arrays)), shared, counts)
-
-    def _plans(self, call: LayerCall, pages: KvPages, heads: int) -> _Plans:
+    def _plans(self, call: LayerCall, pages: KvPages, heads: int) -> Plans:
         number = self.layout.tables[call.layer]
-        table, (kv_heads, key_dim) = self._tables[number], pages.keys.shape[2:]
-        kind = _Kind(call.window, heads, kv_heads, key_dim, pages.values.shape[3])
-        if kind not in table.plans:
-            self._kinds[number][kind] = pages
-            table.plans[kind] = self._plan(table, kind, pages, self._staging.put)
-            self._staging.send()
-        return table.plans[kind]
+        plans, (kv_heads, key_dim) = self._tables[number].plans, pages.keys.shape[2:]
+        kind = Kind(call.window, heads, kv_heads, key_dim, pages.values.shape[3])
+        if kind not in plans:
+            plans[kind] = self._planner(number, kind, pages)
+        return plans[kind]
 
-    def _plan(self, table: _Table, kind: _Kind, pages: KvPages, put: Put) -> _Plans:
-        itemsize, sms, groups = self.dtype.itemsize, self.num_sms, table.groups
+    def _plan_late(self, number: int, kind: Kind, pages: KvPages) -> Plans:
+        self._kinds[number][kind] = pages
+        plans = self._plan(number, kind, pages, self._staging.put)
+        self._staging.send()
+        return plans
+
+    def _plan(self, number: int, kind: Kind, pages: KvPages, put: Put) -> Plans:
+        itemsize, sms = self.dtype.itemsize, self.num_sms
+        short, long, sharing = self._step
+        sharing = sharing if self.whole[number] else None
         decode = prefill = prefix = None
 
         def upload(array: np.ndarray) -> torch.Tensor:
             return put(array, np.int32)
 
-        if table.short is not None:
-            rows = table.short.rows
+        if short is not None:
             decode = plan_decode(
-                rows.seq_lens,
-                rows.query_lens,
+                short.seq_lens,
+                short.query_lens,
                 kind.heads,
                 pages,
                 itemsize,
                 num_sms=sms,
-                first_keys=table.short.first_keys,
+                first_keys=None if sharing is None else sharing.first_keys,
                 window=kind.window,
                 upload=upload,
             )
-        if table.long is not None:
-            rows = table.long.rows
+        if long is not None:
             prefill = plan_prefill(
-                rows.seq_lens,
-                rows.query_lens,
+                long.seq_lens,
+                long.query_lens,
                 kind.heads // kind.kv_heads,
                 max(kind.key_dim, kind.value_dim),
                 itemsize,
                 window=kind.window,
                 upload=upload,
             )
-        if groups is not None:
-            prefix = plan_prefix(
-                groups.shared_lens, groups.token_counts, kind.heads, pages, itemsize, num_sms=sms, upload=upload
-            )
-        return _Plans(decode, prefill, prefix)
+        if sharing is not None:
+            lens, counts = sharing.shared_lens, sharing.token_counts
+            prefix = plan_prefix(lens, counts, kind.heads, pages, itemsize, num_sms=sms, upload=upload)
+        return Plans(decode, prefill, prefix)
 
     def page_tensors(self) -> list[torch.Tensor]:
         return distinct_tensors(self.pages)
 
 
 class Fp8Attention(TritonAttention):
-    """The same over pages of half the size, or a quarter beside float32. Every layer's scale is 1: numbers beyond 448
-    are cut, and scales that a checkpoint may hold are not read."""
+    """The same over pages of half the size, or a quarter beside float32. Every layer's scale is 1 until `use_scales`:
+    numbers beyond 448 times the scale are cut."""
 
     fp8 = True
+
+    def use_scales(self, scales: Sequence[tuple[float, float]]) -> None:
+        """What is in the pages times these is K and V of each layer, from before the first step on."""
+        self.pages[:] = [
+            pages._replace(key_scale=k, value_scale=v) for pages, (k, v) in zip(self.pages, scales, strict=True)
+        ]
 
 
 class InvariantAttention(TritonAttention):
@@ -263,20 +247,9 @@ class InvariantFp8Attention(Fp8Attention, InvariantAttention):
     """Both."""
 
 
-def _rows(batch: Batch, chosen: np.ndarray, put: Put) -> _Rows | None:
-    rows = np.flatnonzero(chosen)
-    if not len(rows):
-        return None
-    starts, seq_lens = batch.query_starts[rows], batch.seq_lens[rows]
-    query_lens = batch.query_starts[rows + 1] - starts
-    lens, first, counts = (put(x, np.int32) for x in (seq_lens, starts, query_lens))
-    return _Rows(rows, seq_lens, starts, query_lens, (lens, first, counts))
-
-
-def _part(rows: _Rows | None, blocks: np.ndarray, put: Put) -> _Part | None:
-    if rows is None:
-        return None
-    return _Part(rows, Rows(put(_widened(blocks[rows.rows]), np.int32), *rows.on_device))
+def most_groups(rows: int) -> int:
+    """Prefix groups that so many rows can be in."""
+    return rows // MIN_GROUP_ROWS
 
 
 def _widened(blocks: np.ndarray) -> np.ndarray:
