@@ -38,8 +38,8 @@ def processor_has(feature: str) -> bool:
 def pairs_at_full_rate() -> bool:
     """Whether a product of bfloat16 pairs (VDPBF16PS) is the fastest that vectors can do.
 
-    AMD's processors do one in each cycle, 64 operations; Intel's one in two cycles, which is half of what their two
-    float32 units do. A rule and not a measurement: the same processor must always round in the same way.
+    AMD's Zen 4 does one in each cycle, 64 operations; Intel's Emerald Rapids one in two cycles, which is half of what
+    its two float32 units do. A rule and not a measurement: the same processor must always round in the same way.
     """
     name = config.CPU_NAME or binding.get_host_cpu_name()
     return processor_has("avx512bf16") and name.startswith("znver")

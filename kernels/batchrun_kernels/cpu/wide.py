@@ -1,6 +1,6 @@
 """Matrix products of bfloat16 activations with packed weights, by float32 units.
 
-Most processors with AVX512 have two units that multiply and add float32, and need two cycles for a product of bfloat16
+Intel's server processors have two units that multiply and add float32, and take two cycles for a product of bfloat16
 pairs: widening the weights in registers, for as many rows at once as registers hold sums of, is nearly twice as fast.
 A bfloat16 is the upper half of a float32, so a word that holds a pair gives both in one instruction each; products are
 exact, and sums rounded as float32. Weights are as product.py says.
