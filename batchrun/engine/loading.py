@@ -55,7 +55,7 @@ def load_engine(
     Without `rows` a pool is made only if `engine.workers` says so: a process that starts others must be able to
     be imported again, which a script or notebook need not be. Raises what `load_single` does.
     """
-    placements = place_workers(checkpoint, config, rows)
+    placements = place_workers(checkpoint, config, rows, encodes=pooler is not None)
     if len(placements) > 1:
         return EnginePool(checkpoint, config, placements, pooler)
     return load_single(checkpoint, tokenizer, config, pooler=pooler)

@@ -1,6 +1,6 @@
 """N engine processes behind the door of one: the same add, step, abort, room and has_work as Engine.
 
-On a CPU one single-threaded process per core needs no barriers between threads, which for small models cost
+On a CPU processes of one or two threads need few or no barriers between threads, which for small models cost
 more than they bring; on several GPUs it is one process per device. There are no collectives: workers never wait
 for each other, and the rows of one that dies go to the rest.
 """

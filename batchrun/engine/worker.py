@@ -47,12 +47,14 @@ class Placement:
     threads: int
 
 
-def place_workers(checkpoint: Checkpoint, config: EngineConfig, rows: int | None) -> list[Placement]:
+def place_workers(
+    checkpoint: Checkpoint, config: EngineConfig, rows: int | None, *, encodes: bool = False
+) -> list[Placement]:
     """Where the engines of a job run: one entry for each process.
 
     With `engine.workers=auto`: one per GPU; on a CPU, for a model so small that its products are faster in few threads
     than more threads' meetings, one per core, or per two where layers are compiled, if there are rows enough for all;
-    else one with all cores.
+    else one with all cores. `encodes`: the engines give vectors of texts.
     """
     device = choose_device(checkpoint.model.device)
     cores = _cores()
@@ -63,7 +65,7 @@ def place_workers(checkpoint: Checkpoint, config: EngineConfig, rows: int | None
         count = torch.cuda.device_count() if rows is not None and checkpoint.model.device in ("auto", "cuda") else 1
     else:
         small = checkpoint.weight_bytes() <= SMALL_MODEL_BYTES
-        each = TEAM_THREADS if _compiles(checkpoint, config) else 1
+        each = TEAM_THREADS if not encodes and _compiles(checkpoint, config) else 1
         count = max(1, threads // each) if small and rows is not None and rows >= ROWS_PER_THREAD * threads else 1
     if count == 1:
         return [Placement(str(device), cores, threads)]

@@ -188,6 +188,7 @@ def test_where_workers_run(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None
     halves = open_folder(llama, dtype="bfloat16")
     pairs = [Placement("cpu", (0, 1), 2), Placement("cpu", (2, 3), 2)]
     assert place_workers(halves, auto, rows=1000) == pairs
+    assert len(place_workers(halves, auto, rows=1000, encodes=True)) == 4
     assert place_workers(halves, auto, rows=10) == one
     assert place_workers(halves, replace(auto, num_threads=3), rows=1000) == [Placement("cpu", (0, 1, 2, 3), 3)]
     five = place_workers(halves, replace(auto, num_threads=5), rows=1000)
