@@ -42,7 +42,10 @@ MODES: dict[str, dict[str, Any]] = {
     "chunks of 7": {"max_batched_tokens": 7},
     "no prefix caching": {"prefix_caching": False},
     "blocks of 4": {"block_size": 4},
+    "blocks of 16": {"block_size": 16},
     "blocks of 64": {"block_size": 64},
+    "blocks of 128": {"block_size": 128},
+    "three threads": {"num_threads": 3},
     "torch attention, original layers": {"attention": "torch", "fused_layers": False},
     "torch attention, fused layers": {"attention": "torch"},
 }
