@@ -28,6 +28,27 @@ def gate_sums(gates, ups, kind):
             gates[i] = gated_gelu_tanh(gates[i], ups[i])
 
 
+@njit(inline="always")
+def finish(gates, ups, count, width, kind, bias, up_bias, add, out, stride):
+    """out [count, width] = gates + bias + add, or act(gates + bias) * (ups + up_bias) + add with a `kind`.
+
+    gates and ups float32 [count * width or more]; out and add, 0 for none, at addresses with rows `stride` bytes apart;
+    bias, 0 for none, and up_bias [width] at addresses. `width` is a constant.
+    """
+    at, up_at = gates.ctypes.data, ups.ctypes.data
+    if bias:
+        for i in range(count):
+            add_row(at + 4 * width * i, bias, width)
+            if kind != NONE:
+                add_row(up_at + 4 * width * i, up_bias, width)
+    if kind != NONE:
+        gate_sums(gates[: count * width], ups[: count * width], kind)
+    for i in range(count):
+        if add:
+            add_row(at + 4 * width * i, add + i * stride, width)
+        round_row(at + 4 * width * i, out + i * stride, width)
+
+
 @intrinsic(prefer_literal=True)
 def add_row(context, sums, other, count):
     """float32 [count] at `sums` += bfloat16 [count] at `other`; `count` is a constant multiple of 16."""

@@ -13,15 +13,13 @@ more: what can be inlined is.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numba import carray, njit, types
-from numba.extending import intrinsic
 
 from batchrun_kernels.cpu import matrix, product
 from batchrun_kernels.cpu.after import NONE
 from batchrun_kernels.cpu.attention import attend, write_pages
+from batchrun_kernels.cpu.emit import pointer_to
 from batchrun_kernels.cpu.layer import rms_norm, rotate
 from batchrun_kernels.cpu.scalar import narrow, widen
 from batchrun_kernels.cpu.team import (
@@ -76,21 +74,8 @@ FEW_ROWS = 24  # rows of small work that are not worth sharing
 OWN_ROWS = 96
 
 
-def _pointer_to(kind: Any) -> Any:
-    @intrinsic
-    def pointer(context, address):
-        """A pointer to elements of a type."""
-
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            return builder.inttoptr(arguments[0], context.get_data_type(kind).as_pointer())
-
-        return types.CPointer(kind)(types.int64), generate
-
-    return pointer
-
-
-halves_at, floats_at, doubles_at = (_pointer_to(kind) for kind in (types.uint16, types.float32, types.float64))
-longs_at, ints_at, bytes_at = (_pointer_to(kind) for kind in (types.int64, types.int32, types.uint8))
+halves_at, floats_at, doubles_at = (pointer_to(kind) for kind in (types.uint16, types.float32, types.float64))
+longs_at, ints_at, bytes_at = (pointer_to(kind) for kind in (types.int64, types.int32, types.uint8))
 
 
 @njit(nogil=True, cache=True)

@@ -7,6 +7,7 @@ from typing import Any
 from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils, config
+from numba.extending import intrinsic
 
 LANES = 16  # floats of a vector
 LINE = 64  # bytes of a cache line
@@ -121,3 +122,18 @@ def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     """a * b + c of 16 float32, rounded once."""
     kind = ir.FunctionType(FLOATS, [FLOATS] * 3)
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.fma.v16f32"), [a, b, c])
+
+
+def pointer_to(kind: Any) -> Any:
+    """An intrinsic of numba that makes an address a pointer to elements of a type."""
+
+    @intrinsic
+    def pointer(context, address):
+        """A pointer to elements of a type."""
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], context.get_data_type(kind).as_pointer())
+
+        return types.CPointer(kind)(types.int64), generate
+
+    return pointer

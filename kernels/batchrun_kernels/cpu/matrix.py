@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numba import njit
 
-from batchrun_kernels.cpu.after import NONE, add_row, gate_sums, round_row
+from batchrun_kernels.cpu.after import NONE, finish
 from batchrun_kernels.cpu.amx import (
     COLUMNS,
     LINE,
@@ -68,19 +68,9 @@ def product(x, x_stride, rows, depth, w, bias, add, out, features, kind, first, 
             _multiply(row, x_stride, place, depth, gates, upper, count, following + some)
             if kind != NONE:
                 _multiply(row, x_stride, up, depth, ups, upper, count, second + some)
-            if bias:
-                for i in range(count):
-                    add_row(gates.ctypes.data + i * PANEL_BYTES, bias + column, PANEL)
-                    if kind != NONE:
-                        add_row(ups.ctypes.data + i * PANEL_BYTES, bias + width + column, PANEL)
-            if kind != NONE:
-                gate_sums(gates[: count * PANEL], ups[: count * PANEL], kind)
-            target, other = out + start * width + column, add + start * width + column
-            for i in range(count):
-                values = gates.ctypes.data + i * PANEL_BYTES
-                if add:
-                    add_row(values, other + i * width, PANEL)
-                round_row(values, target + i * width, PANEL)
+            skip = start * width + column
+            addends, offsets = add + skip if add else 0, bias + column if bias else 0
+            finish(gates, ups, count, PANEL, kind, offsets, bias + width + column, addends, out + skip, width)
     release_tiles()
 
 

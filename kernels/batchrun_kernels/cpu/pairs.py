@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from batchrun_kernels.cpu.after import NONE, add_row, gate_sums, round_row
+from batchrun_kernels.cpu.after import NONE, finish
 from batchrun_kernels.cpu.emit import BYTE, FLOAT, FLOATS, I16, LANES, LINE, prefetch, store, word
 from batchrun_kernels.cpu.tile import PANEL, element_steps, inner_products
 
@@ -109,16 +109,7 @@ def product(x, x_stride, rows, depth, w, bias, add, out, features, kind, first, 
             _multiply_rows(count, row, x_stride, place, depth // 2, at, following + some, fetched)
             if kind != NONE:
                 _multiply_rows(count, row, x_stride, up, depth // 2, up_at, second + some, fetched)
-            if bias:
-                for i in range(count):
-                    add_row(at + 4 * PANEL * i, bias + column, PANEL)
-                    if kind != NONE:
-                        add_row(up_at + 4 * PANEL * i, bias + width + column, PANEL)
-            if kind != NONE:
-                gate_sums(gates[: count * PANEL], ups[: count * PANEL], kind)
-            target, other = out + start * width + column, add + start * width + column
-            for i in range(count):
-                if add:
-                    add_row(at + 4 * PANEL * i, other + i * width, PANEL)
-                round_row(at + 4 * PANEL * i, target + i * width, PANEL)
+            skip = start * width + column
+            addends, offsets = add + skip if add else 0, bias + column if bias else 0
+            finish(gates, ups, count, PANEL, kind, offsets, bias + width + column, addends, out + skip, width)
             start += count

@@ -15,8 +15,8 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
-from batchrun_kernels.cpu.after import NONE, add_row, gate_sums, round_row
-from batchrun_kernels.cpu.emit import BYTE, FLOAT, FLOATS, I16, LANES, LINE, prefetch, store, word
+from batchrun_kernels.cpu.after import NONE, finish
+from batchrun_kernels.cpu.emit import BYTE, FLOAT, FLOATS, I16, LANES, LINE, pointer_to, prefetch, store, word
 from batchrun_kernels.cpu.scalar import widen
 from batchrun_kernels.cpu.tile import PANEL, element_steps, inner_products
 
@@ -24,6 +24,8 @@ ROWS = 12  # 12 x 2 vectors of sums leave 8 of 32 registers for the operands
 FEW = 4  # up to so many rows, four vectors of sums for each are taken at once, and weights in their order
 BLOCK_ROWS = 8 * ROWS  # which stay in the second level of the cache as float32
 SLOW_TILES = 2  # of rows, in which there is only just time to fetch the coming panel
+
+halves_at = pointer_to(types.uint16)
 
 
 @intrinsic(prefer_literal=True)
@@ -65,16 +67,6 @@ def multiply(context, x, w, pairs, out, ahead, rows, columns, lines):
     return types.void(*[types.int64] * 5, rows, columns, lines), generate
 
 
-@intrinsic
-def halves_at(context, address):
-    """A pointer to bfloat16 elements."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], I16.as_pointer())
-
-    return types.CPointer(types.uint16)(types.int64), generate
-
-
 @njit(inline="always")
 def _both_halves(x, w, pairs, out, ahead, rows, lines):
     """A panel in two passes of two vectors of features."""
@@ -96,27 +88,26 @@ def _multiply_few(rows, x, w, pairs, out, ahead):
 
 
 @njit(nogil=True)
+def _multiply_many(rows, x, w, pairs, out, ahead, lines):
+    if rows == 12:
+        _both_halves(x, w, pairs, out, ahead, 12, lines)
+    elif rows == 10:
+        _both_halves(x, w, pairs, out, ahead, 10, lines)
+    elif rows == 8:
+        _both_halves(x, w, pairs, out, ahead, 8, lines)
+    else:
+        _both_halves(x, w, pairs, out, ahead, 6, lines)
+
+
+@njit(nogil=True)
 def _multiply_rows(rows, x, w, pairs, out, ahead, lines):
     """`multiply` for as many rows as `_held` gives, all 64 features; 1 or 2 lines fetched per pair and pass."""
     if rows <= FEW:
         _multiply_few(rows, x, w, pairs, out, ahead)
     elif lines == 1:
-        if rows == 12:
-            _both_halves(x, w, pairs, out, ahead, 12, 1)
-        elif rows == 10:
-            _both_halves(x, w, pairs, out, ahead, 10, 1)
-        elif rows == 8:
-            _both_halves(x, w, pairs, out, ahead, 8, 1)
-        else:
-            _both_halves(x, w, pairs, out, ahead, 6, 1)
-    elif rows == 12:
-        _both_halves(x, w, pairs, out, ahead, 12, 2)
-    elif rows == 10:
-        _both_halves(x, w, pairs, out, ahead, 10, 2)
-    elif rows == 8:
-        _both_halves(x, w, pairs, out, ahead, 8, 2)
+        _multiply_many(rows, x, w, pairs, out, ahead, 1)
     else:
-        _both_halves(x, w, pairs, out, ahead, 6, 2)
+        _multiply_many(rows, x, w, pairs, out, ahead, 2)
 
 
 @njit(inline="always")
@@ -180,15 +171,6 @@ def _block(room, rows, depth, w, bias, add, out, features, kind, first, last, co
             _multiply_rows(held, source, place, depth // 2, at, following + some, lines)
             if kind != NONE:
                 _multiply_rows(held, source, up, depth // 2, up_at, second + some, lines)
-            if bias:
-                for i in range(count):
-                    add_row(at + 4 * PANEL * i, bias + column, PANEL)
-                    if kind != NONE:
-                        add_row(up_at + 4 * PANEL * i, bias + width + column, PANEL)
-            if kind != NONE:
-                gate_sums(gates[: count * PANEL], ups[: count * PANEL], kind)
-            target, other = out + start * width + column, add + start * width + column
-            for i in range(count):
-                if add:
-                    add_row(at + 4 * PANEL * i, other + i * width, PANEL)
-                round_row(at + 4 * PANEL * i, target + i * width, PANEL)
+            skip = start * width + column
+            addends, offsets = add + skip if add else 0, bias + column if bias else 0
+            finish(gates, ups, count, PANEL, kind, offsets, bias + width + column, addends, out + skip, width)
