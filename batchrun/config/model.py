@@ -15,7 +15,8 @@ QUANTIZATIONS = ("none", "int8")
 class ModelConfig:
     """Which weights, and how they are loaded."""
 
-    path: str | None = setting(None, "local folder or hub id of a transformers model", identity=True)
+    path: str | None = setting(None, "local folder, hub id or .gguf file of a model", identity=True)
+    gguf_file: str | None = setting(None, "name of the GGUF file in a folder or hub repository of such", identity=True)
     revision: str | None = setting(None, "branch, tag or commit of a hub id", identity=True)
     tokenizer: str | None = setting(None, "folder or hub id of another tokenizer", identity=True)
     dtype: str = setting(

@@ -12,6 +12,7 @@ from typing import Any
 
 from batchrun.config import ModelConfig
 from batchrun.engine.adapter import Adapter, open_adapters
+from batchrun.engine.gguf import find_gguf, float_bytes, open_gguf
 from batchrun.engine.support import check_config
 from batchrun.errors import ConfigError
 
@@ -23,13 +24,14 @@ SAMPLED_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model whose files are in a local folder."""
+    """A model whose files are in a local folder; of one in a GGUF file, the weights are in that."""
 
     folder: Path
     config: Any  # transformers.PretrainedConfig
     model: ModelConfig
     adapter: Adapter | None = None  # merged into the weights
     adapters: Mapping[str, Adapter] = field(default_factory=dict)  # that rows name
+    gguf: Path | None = None
 
     @property
     def text_config(self) -> Any:
@@ -49,13 +51,17 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """Hub id and commit, or the folder's own name."""
+        """Hub id and commit, or the own name of the folder or GGUF file."""
+        if self.gguf is not None:
+            return self.gguf.name
         if self.folder.parent.name == "snapshots":
             return f"{self.model.path}@{self.folder.name}"
         return self.folder.name
 
     def weight_bytes(self) -> int:
-        """Size of the weight files."""
+        """Size of the weight files; of a GGUF file, of what its weights are unpacked to."""
+        if self.gguf is not None:
+            return float_bytes(self.folder)
         return sum(p.stat().st_size for p in self.folder.iterdir() if p.suffix in (".safetensors", ".bin", ".pt"))
 
     def identity(self) -> str:
@@ -64,9 +70,11 @@ class Checkpoint:
         The head of a safetensors file is its table of tensors; a retrained model differs in the tail.
         """
         digest = hashlib.sha256()
-        for path in sorted(p for p in self.folder.iterdir() if p.is_file() and not p.name.startswith(".")):
+        files = sorted(p for p in self.folder.iterdir() if p.is_file() and not p.name.startswith("."))
+        for path in files if self.gguf is None else [*files, self.gguf]:
             size = path.stat().st_size
-            digest.update(f"{path.name}:{size};".encode())
+            name = "" if path == self.gguf else path.name  # what a single file is called does not make another model
+            digest.update(f"{name}:{size};".encode())
             with path.open("rb") as file:
                 digest.update(file.read(SAMPLED_BYTES))
                 file.seek(max(0, size - SAMPLED_BYTES))
@@ -92,24 +100,30 @@ def open_checkpoint(
     """
     if not model.path:
         raise ConfigError("no model is given: set model=FOLDER or model=ORGANISATION/NAME")
-    find = partial(local_folder, model.path, model.revision, model.allow_pickle, offline=offline)
-    folder = find(weights=False)
+    find = partial(local_folder, model.path, model.revision, offline=offline)
+    small = SMALL_FILES if model.gguf_file is None else [*SMALL_FILES, model.gguf_file]
+    folder = find(small)
+    gguf = find_gguf(folder, model.path, model.gguf_file)
+    if gguf is not None:
+        folder = open_gguf(gguf, with_tokenizer=model.tokenizer is None)
     config = _read_config(folder, model)
     check_config(config, purpose)
     adapters = open_adapters(model, config, purpose)
-    if weights:
-        folder = find(weights=True)
+    if weights and gguf is None:
+        folder = find([*SMALL_FILES, *WEIGHT_FILES, *(PICKLE_FILES if model.allow_pickle else [])])
         _check_weights(folder, model)
-    return Checkpoint(folder, config, model, *adapters)
+    return Checkpoint(folder, config, model, *adapters, gguf)
 
 
 def _read_config(folder: Path, model: ModelConfig) -> Any:
     from transformers import AutoConfig
 
     if not (folder / "config.json").is_file():
-        if found := sorted(folder.glob("*.gguf")):
-            raise ConfigError(_gguf(found[0]))
-        raise ConfigError(f"model={model.path}: {folder} has no config.json, so it is not a transformers model folder")
+        raise ConfigError(
+            f"model={model.path}: {folder} has no config.json, so it is not a transformers model folder; "
+            "if the model is in a GGUF file, name it: model=FOLDER/NAME.gguf, or model=ORGANISATION/NAME "
+            "model.gguf_file=NAME.gguf"
+        )
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
     except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:  # of a config.json that is no object
@@ -119,14 +133,6 @@ def _read_config(folder: Path, model: ModelConfig) -> Any:
                 "read it, and set model.trust_remote_code=true if you trust it"
             ) from error
         raise ConfigError(f"model={model.path}: its config cannot be read: {error}") from error
-
-
-def _gguf(path: Path) -> str:
-    return (
-        f"model={path} is a GGUF file, and batchrun takes transformers model folders: save it as one with "
-        f"AutoModelForCausalLM.from_pretrained({str(path.parent)!r}, gguf_file={path.name!r}).save_pretrained(FOLDER), "
-        "and its tokenizer likewise with AutoTokenizer"
-    )
 
 
 def _has_own_code(folder: Path) -> bool:
@@ -161,19 +167,18 @@ def _check_weights(folder: Path, model: ModelConfig) -> None:
             raise ConfigError(f"{file} is damaged or cut off ({error}): copy or download it again") from error
 
 
-def local_folder(name: str, revision: str | None, pickle: bool, *, weights: bool, offline: bool) -> Path:
-    """The folder of a local path, or of a hub id after fetching what is missing."""
+def local_folder(name: str, revision: str | None, patterns: list[str], *, offline: bool) -> Path:
+    """The folder of a local path or GGUF file, or of a hub id after fetching what is missing of `patterns`."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path.resolve()
-    if path.suffix == ".gguf":
-        raise ConfigError(_gguf(path))
+    if path.suffix == ".gguf" and path.is_file():
+        return path.absolute().parent
     if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ConfigError(f"model={name} is not a folder with a transformers model")
+        raise ConfigError(f"model={name} is neither a folder with a transformers model nor a GGUF file")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
-    patterns = SMALL_FILES + (WEIGHT_FILES + (PICKLE_FILES if pickle else []) if weights else [])
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, local_files_only=offline))
     except HFValidationError as error:
@@ -192,7 +197,7 @@ def load_tokenizer(checkpoint: Checkpoint, *, offline: bool = False) -> Any:
     from transformers import AutoTokenizer
 
     other = checkpoint.model.tokenizer
-    folder = local_folder(other, None, False, weights=False, offline=offline) if other else checkpoint.folder
+    folder = local_folder(other, None, SMALL_FILES, offline=offline) if other else checkpoint.folder
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=checkpoint.model.trust_remote_code)
     except (ValueError, KeyError, OSError, ImportError) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from batchrun.engine.attention.base import AttentionBackend, LayerCall, LayerGeo
 from batchrun.engine.batch import Batch
 from batchrun.engine.checkpoint import Checkpoint
 from batchrun.engine.feedback import Feedback
+from batchrun.engine.gguf import loading_options, no_bar
 from batchrun.engine.head import Head
 from batchrun.engine.kv_layout import KvLayout
 from batchrun.engine.lora import merge
@@ -166,18 +167,20 @@ def load_module(
 
     Tensors whose names begin with one of `unused` need not be in the files. Raises as `load_model` does.
     """
-    options, family = checkpoint.model, checkpoint.config.model_type
+    options, family, gguf = checkpoint.model, checkpoint.config.model_type, checkpoint.gguf
     placed = placement(checkpoint.config, device)
+    folder, source = (checkpoint.folder, {}) if gguf is None else (gguf.parent, loading_options(gguf))
     try:
-        with _no_progress_bars():
+        with _no_progress_bars(), nullcontext() if gguf is None else no_bar():
             module, report = auto_class.from_pretrained(
-                checkpoint.folder,
+                folder,
                 dtype=dtype,
                 attn_implementation=attention,
                 trust_remote_code=options.trust_remote_code,
                 use_safetensors=None if options.allow_pickle else True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are reported, and refused below
+                **source,
                 **placed,
             )
     except ValueError as error:

@@ -79,7 +79,7 @@ def test_offline_by_the_hub_s_own_variable_gives_the_same_advice() -> None:
 
 @pytest.mark.parametrize("name", ["./nowhere", "/no/such/folder", "a/b/c", "~/no-such-model-folder"])
 def test_a_path_that_is_not_there_is_never_looked_up_on_the_hub(name: str) -> None:
-    with pytest.raises(ConfigError, match="is not a folder with a transformers model"):
+    with pytest.raises(ConfigError, match="is neither a folder with a transformers model nor a GGUF file"):
         open_checkpoint(ModelConfig(path=name))
 
 
@@ -94,7 +94,7 @@ def test_no_model_at_all() -> None:
 
 
 def test_a_file_is_not_a_folder(llama: Path) -> None:
-    with pytest.raises(ConfigError, match="is not a folder with a transformers model"):
+    with pytest.raises(ConfigError, match="is neither a folder with a transformers model nor a GGUF file"):
         opened(llama / "config.json")
 
 

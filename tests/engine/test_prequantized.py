@@ -97,13 +97,6 @@ def test_settings_that_would_round_or_change_them_again_are_refused(llama: Path,
         check(folder, adapter=str(tmp_path / "adapter"))
 
 
-def test_a_gguf_file_is_told_what_to_become(tmp_path: Path) -> None:
-    (tmp_path / "tiny.gguf").touch()
-    for name in (tmp_path, tmp_path / "tiny.gguf"):
-        with pytest.raises(ConfigError, match=r"is a GGUF file, .*gguf_file='tiny\.gguf'\)\.save_pretrained\(FOLDER\)"):
-            open_checkpoint(ModelConfig(str(name)))
-
-
 def test_ordinary_weights_need_nothing(llama: Path) -> None:
     checkpoint = open_checkpoint(ModelConfig(str(llama)))
     check_quantized(checkpoint, CPU, torch.float32)
