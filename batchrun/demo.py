@@ -18,7 +18,7 @@ from typing import IO
 
 from batchrun.assets import build_once, cache_folder
 from batchrun.config import Config
-from batchrun.engine.gguf import check_readers, loading_options, unpack_head
+from batchrun.engine.gguf import check_readers, loading_options, no_bar, unpack_head
 from batchrun.errors import BatchrunError, ConfigError
 
 MODEL = "SmolLM2-135M-Instruct"
@@ -74,9 +74,10 @@ def convert(path: Path, product: Path) -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     unpack_head(path, product)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        path.parent, dtype=torch.bfloat16, local_files_only=True, **loading_options(path)
-    )
+    with no_bar():
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            path.parent, dtype=torch.bfloat16, local_files_only=True, **loading_options(path)
+        )
     model.generation_config = transformers.GenerationConfig.from_pretrained(product)
     model.save_pretrained(product)
 

@@ -71,8 +71,13 @@ def open_gguf(path: Path, *, with_tokenizer: bool = True) -> Path:
     state = (str(path), stat.st_size, stat.st_mtime_ns, with_tokenizer, transformers.__version__, __version__)
     key = hashlib.sha256(repr(state).encode()).hexdigest()[:16]
     target = cache_folder() / "gguf" / f"{path.stem}-{key}"
+
+    def build(_: Path, product: Path) -> None:
+        parameters = unpack_head(path, product, with_tokenizer=with_tokenizer)
+        (product / NOTES).write_text(json.dumps({"parameters": parameters}))
+
     try:
-        return build_once(target, lambda _, product: unpack_head(path, product, with_tokenizer=with_tokenizer))
+        return build_once(target, build)
     except OSError as error:
         raise ConfigError(f"{target} cannot be written ({error}): set BATCHRUN_CACHE to a folder that can") from error
 
@@ -83,11 +88,11 @@ def check_readers() -> None:
         raise ConfigError(f"reading GGUF files takes {' and '.join(absent)}: run pip install 'batchrun[gguf]'")
 
 
-def unpack_head(path: Path, folder: Path, *, with_tokenizer: bool = True) -> None:
+def unpack_head(path: Path, folder: Path, *, with_tokenizer: bool = True) -> int:
     """Write a GGUF file's config, tokenizer, ends of sequences and sampling as the files of a model folder.
 
-    Raises ConfigError for a file that is damaged, is one part of several, has an architecture or a tokenizer that
-    transformers does not read, or if a package that reads it is missing.
+    Returns how many numbers its weights are. Raises ConfigError for a file that is damaged, is one part of several, has
+    an architecture or a tokenizer that transformers does not read, or if a package that reads it is missing.
     """
     check_readers()
     head = _Head(path)
@@ -101,11 +106,11 @@ def unpack_head(path: Path, folder: Path, *, with_tokenizer: bool = True) -> Non
         tokenizer.model_max_length = config.max_position_embeddings
         tokenizer.save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps(head.generation(), indent=1))
-    (folder / NOTES).write_text(json.dumps({"parameters": head.parameters}))
+    return head.parameters
 
 
 def float_bytes(folder: Path) -> int:
-    """Bytes of the weights in 16-bit floats, of the model whose head was unpacked there."""
+    """Bytes of the weights in 16-bit floats, of the model whose head `open_gguf` has put there."""
     return 2 * int(json.loads((folder / NOTES).read_text())["parameters"])
 
 
