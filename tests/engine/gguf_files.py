@@ -79,12 +79,12 @@ def _add_shape(writer: gguf.GGUFWriter, config: Any) -> None:
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
-    """Bytes, as far as the vocabulary goes, and one merge."""
-    letters = list(bytes_to_unicode().values())[: VOCABULARY - len(SPECIAL) - 1]
+    """Bytes, as far as the vocabulary goes, and two merges: a list of one is none to older releases of transformers."""
+    letters = list(bytes_to_unicode().values())[: VOCABULARY - len(SPECIAL) - 2]
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([*SPECIAL, *letters, "to"])
+    writer.add_token_list([*SPECIAL, *letters, "go", "to"])
     writer.add_token_types([3] * len(SPECIAL) + [1] * (VOCABULARY - len(SPECIAL)))
-    writer.add_token_merges(["t o"])
+    writer.add_token_merges(["g o", "t o"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     writer.add_pad_token_id(2)
