@@ -169,7 +169,7 @@ class DecodeGraphs:
         has_adapters = batch.adapters is not None
         if not decodes or (has_adapters and not self._adapts):
             return None
-        sharing = self._tables.find_sharing(batch)
+        sharing = self._backend.step_of(batch).sharing
         recorded = self._ready(Form(sharing is not None, has_adapters))
         if not recorded:
             return None

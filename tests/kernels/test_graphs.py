@@ -149,14 +149,13 @@ def test_groups_that_come_and_go(family: str, tmp_path: Path, monkeypatch: pytes
     engine.executor.record(recorder, engine.max_model_len, engine.scheduler.expected_steps, at_once=True)
     recorded: DecodeGraphs = engine.executor.graphs
     found: list[Any] = []
-    find = recorded._tables.find_sharing
+    fill = recorded._fill
 
-    def finding(batch: Any) -> Sharing | None:
-        sharing = find(batch)
+    def filling(batch: Batch, size: int, sharing: Sharing | None) -> None:
         found.append(sharing and (sharing.token_counts.tolist(), sharing.shared_lens.tolist()))
-        return sharing
+        fill(batch, size, sharing)
 
-    monkeypatch.setattr(recorded._tables, "find_sharing", finding)
+    monkeypatch.setattr(recorded, "_fill", filling)
     hidden = Mock(wraps=engine.model.hidden)
     monkeypatch.setattr(engine.model, "hidden", hidden)
     assert [list(completion.token_ids) for completion in llm.generate(prompts, params)] == expected
@@ -167,6 +166,26 @@ def test_groups_that_come_and_go(family: str, tmp_path: Path, monkeypatch: pytes
     assert None in found
     assert max(len(grouping[0]) for grouping in found if grouping) == 3
     assert all(is_mixed(call.args[0]) for call in hidden.call_args_list)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_rows_that_share_pages_are_found_once_a_step(
+    at_once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the step is replayed or not."""
+    looked = Mock(wraps=backend_module.shared_prefixes)
+    monkeypatch.setattr(backend_module, "shared_prefixes", looked)
+    llm = on_triton(make_model("llama", tmp_path, num_hidden_layers=1), max_num_seqs=4, block_size=4)
+    engine, recorder = engine_of(llm), Places(monkeypatch)
+    engine.executor.record(recorder, engine.max_model_len, engine.scheduler.expected_steps, at_once)
+    steps = 0
+    for number in range(4):
+        engine.add(Request(number, PROMPTS[number], PARAMS[0]))
+    while engine.has_work():
+        engine.step()
+        steps += 1
+    assert looked.call_count == steps
+    assert bool(recorder.replayed) == at_once
 
 
 def is_mixed(batch: Batch) -> bool:
