@@ -132,12 +132,13 @@ class TritonAttention(AttentionBackend):
             counts = np.diff(batch.query_starts)
             most = 0 if self.invariant else MAX_QUERIES  # queries of a row that decodes
             short, long = (Chosen.of(batch, chosen) for chosen in (counts <= most, counts > most))
-            shares = self.shares and short is not None
-            self._step = Step(batch, short, long, self._find_sharing(batch, short) if shares else None)
+            self._step = Step(batch, short, long, None if short is None else self._find_sharing(batch, short))
         return self._step
 
     def _find_sharing(self, batch: Batch, rows: Chosen) -> Sharing | None:
         """All tables without a window share alike: their blocks are found together."""
+        if not self.shares:
+            return None
         blocks = batch.block_tables[self.whole.index(True), rows.rows]
         computed = rows.seq_lens - rows.query_lens
         groups = shared_prefixes(computed, blocks, self.block_size, MIN_GROUP_ROWS, MIN_SAVED_BLOCKS)
