@@ -17,7 +17,7 @@ from batchrun.engine.attention.registry import attention_backend, cache_backend,
 from batchrun.engine.bursts import Bursts, StepCosts
 from batchrun.engine.checkpoint import Checkpoint, eos_token_ids
 from batchrun.engine.compiled import can_compile, compile_layers
-from batchrun.engine.device import runs_triton
+from batchrun.engine.device import current, runs_triton
 from batchrun.engine.device_memory import CudaMeter, DeviceMemory, measure_memory
 from batchrun.engine.encoder import Encoder
 from batchrun.engine.encoder_model import load_encoder_model
@@ -73,6 +73,18 @@ def load_single(
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     device = choose_device(checkpoint.model.device)
+    with current(device):
+        return _load(checkpoint, tokenizer, config, sharers, pooler, device)
+
+
+def _load(
+    checkpoint: Checkpoint,
+    tokenizer: Any,
+    config: EngineConfig,
+    sharers: int,
+    pooler: Pooler | None,
+    device: torch.device,
+) -> Engine | Encoder:
     dtype = choose_dtype(checkpoint.model.dtype, checkpoint, device)
     check_quantized(checkpoint, device, dtype)
     if config.torch_compile:
