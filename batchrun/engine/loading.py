@@ -126,9 +126,10 @@ def _load(
     install(model, list(checkpoint.adapters.values()))
     if config.batch_invariant:
         make_invariant(model, paged)
-        check_invariance(model, paged, block_size)
     if checkpoint.model.dtype == TF32:
         model.allow_tf32()
+    if config.batch_invariant:
+        check_invariance(model, paged, block_size)
     max_model_len, left = checkpoint.max_model_len, None
     forced = config.cuda_graphs == "on"
     records = forced or (config.cuda_graphs == "auto" and runs_triton(device) and paged.name == "triton")

@@ -185,6 +185,7 @@ def cases() -> dict[str, Callable[[], object]]:
         "matmul 4096x4096": partial(_matmul, 256, 4096, 4096),
         "matmul 151936x896 float16": partial(_matmul, 1, 151936, 896, torch.float16, bias=True),
         "matmul 4096x4096 float32": partial(_matmul, 256, 4096, 4096, torch.float32),
+        "matmul 4096x4096 tf32": partial(_in_tf32, partial(_matmul, 256, 4096, 4096, torch.float32)),
         "experts 64 tf32": partial(_in_tf32, partial(_experts, 64, 2048, 768, 8, torch.float32)),
         "decode 128 queries": partial(plain.decode, 8),
         "decode 128 merged": partial(plain.decode, merged=True),

@@ -42,7 +42,7 @@ def test_steps_are_launched_on_the_device_of_the_model(entered: list[torch.devic
         launched_on.append(list(entered))
         return launch(*given)
 
-    engine.executor.launch = noting  # type: ignore[method-assign]
+    engine.executor.launch = noting  # type: ignore[method-assign, assignment]
     engine.model.device = SECOND
     engine.add(Request(0, [4, 5], SamplingParams(max_tokens=2, ignore_eos=True)))
     while engine.has_work():
