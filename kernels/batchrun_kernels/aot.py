@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -226,9 +227,22 @@ def targets_of(case: str) -> tuple[str, ...]:
 def compile_all() -> Iterator[tuple[str, Resources]]:
     """Compiles each case for each target, one (case, resources) per launch."""
     for name, call in cases().items():
-        for launch in record(call):
-            for target in targets_of(name):
+        for target in targets_of(name):
+            with _built_for(target):
+                launches = record(call)
+            for launch in launches:
                 yield name, compile_launch(launch, target)
+
+
+@contextmanager
+def _built_for(target: str) -> Iterator[None]:
+    """Lets launchers choose as with the torch that is for this target."""
+    version: Any = torch.version
+    before, version.hip = version.hip, "" if TARGETS[target].backend == "hip" else None
+    try:
+        yield
+    finally:
+        version.hip = before
 
 
 def main() -> None:
