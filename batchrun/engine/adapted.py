@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from batchrun.engine.staging import upload
+
 
 class StepAdapters(ABC):
     """The adapter of each of a step's T tokens, by number; 0: none. `rows` are those that products get just now."""
@@ -62,7 +64,7 @@ class HostAdapters(StepAdapters):
         return self._groups[key]
 
     def _places(self, chosen: np.ndarray) -> Any:
-        return slice(None) if chosen.all() else torch.from_numpy(np.flatnonzero(chosen)).to(self._device)
+        return slice(None) if chosen.all() else upload(self._device, np.flatnonzero(chosen))[0]
 
 
 class DeviceAdapters(StepAdapters):

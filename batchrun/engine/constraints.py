@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
+from batchrun.engine.staging import upload
 from batchrun.engine.structure import StructuredOutputs
 
 REMEMBERED_GRAMMARS = 1024
@@ -93,12 +94,11 @@ class Masks:
     @torch.inference_mode()
     def apply(self, logits: torch.Tensor) -> None:
         """Set the logits of forbidden tokens to -inf in place, in the constrained ones of the rows (float [K, V])."""
-        bits = torch.from_numpy(self.wait()).to(logits.device)
+        bits, rows = upload(logits.device, self.wait(), self._rows)
         limits = _limits(logits.dtype, logits.device)[bits.int()].flatten(1)[:, : logits.shape[1]]
         if len(self._rows) == len(logits):
             torch.minimum(logits, limits, out=logits)
         else:
-            rows = torch.from_numpy(self._rows).to(logits.device)
             logits[rows] = torch.minimum(logits[rows], limits)
 
 

@@ -13,6 +13,7 @@ from batchrun.engine.batch import Batch
 from batchrun.engine.constraints import Constraints
 from batchrun.engine.continuations import open_scoring
 from batchrun.engine.deltas import Piece, PieceWriter
+from batchrun.engine.device import current
 from batchrun.engine.executor import Executor, Launched
 from batchrun.engine.forms import End, Forms
 from batchrun.engine.kv_cache import BlockPool, block_hashes, root
@@ -164,6 +165,10 @@ class Engine:
 
     def step(self) -> list[Completion]:
         """Schedule and launch a step, then collect the one before it, or where that must be, the step itself."""
+        with current(self.model.device):
+            return self._step()
+
+    def _step(self) -> list[Completion]:
         started = time.perf_counter()
         finished, self._refused = self._refused, []
         before, self._flying = self._flying, None

@@ -19,6 +19,7 @@ from batchrun.engine.logprobs import StepLogprobs
 from batchrun.engine.model import PagedModel
 from batchrun.engine.sampler import sample
 from batchrun.engine.slots import Slots
+from batchrun.engine.staging import upload
 
 
 @dataclass(slots=True)
@@ -104,7 +105,7 @@ class Executor:
         """Keep the tokens (int64 [K]) of the slots `rows` on the device, for the next step and its penalties."""
         counted = self._counts is not None and self._counts.table is not None
         if (self.feeds or counted) and self.model.feedback is not None:
-            slots = torch.from_numpy(rows).to(tokens.device)
+            (slots,) = upload(tokens.device, rows)
             self.model.feedback.note(tokens, slots, self._counts.table if counted else None)
         if counted:
             self._counts.sampled(rows)

@@ -150,6 +150,7 @@ class DecodeGraphs:
         self._every = torch.arange(slots.capacity, device=model.device)
         self._recorded: dict[Form, dict[int, Recorded]] = {}  # by number of rows; none of those that cannot be
         self._steps: Counter[Form] = Counter()
+        self._form = Form(grouped=False, adapted=False)  # of the last step that could be one of them
         if at_once:
             try:
                 for form in forms(backend.shares, self._adapts):
@@ -169,7 +170,7 @@ class DecodeGraphs:
         has_adapters = batch.adapters is not None
         if not decodes or (has_adapters and not self._adapts):
             return None
-        sharing = self._tables.find_sharing(batch)
+        sharing = self._backend.step_of(batch).sharing
         recorded = self._ready(Form(sharing is not None, has_adapters))
         if not recorded:
             return None
@@ -179,12 +180,23 @@ class DecodeGraphs:
         logits, tokens = recorded[size].outputs
         return logits[:rows], tokens[:rows]
 
+    def replays(self) -> bool:
+        """Whether a step in which the rows that run all decode would be replayed, if it is like the last such one."""
+        if not self._adapts and self._slots.adapter[self._slots.order].any():
+            return False
+        return bool(self._recorded.get(self._form, self._pays(self._form)))
+
+    def _pays(self, form: Form) -> bool:
+        """Whether the steps of a form that have been and are expected are worth the time that recording takes."""
+        steps, sizes = self._steps[form] + self._expected_steps(), form.sizes(self._slots.capacity)
+        return steps * SAVED_S >= len(sizes) * RECORD_S
+
     def _ready(self, form: Form) -> dict[int, Recorded]:
         """The steps of a form, recorded now if that is worth it; none if it is not yet, or they cannot be."""
+        self._form = form
         self._steps[form] += 1
         if form not in self._recorded:
-            steps, sizes = self._steps[form] + self._expected_steps(), form.sizes(self._slots.capacity)
-            if steps * SAVED_S < len(sizes) * RECORD_S:
+            if not self._pays(form):
                 return {}
             try:
                 self._record(form)

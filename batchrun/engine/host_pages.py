@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 
 from batchrun.engine.attention.base import AttentionBackend
 from batchrun.engine.kv_cache import BlockPool
+from batchrun.engine.staging import upload
 from batchrun.engine.swap import SwapSpace, swap_pays
 from batchrun.errors import ConfigError
 
@@ -34,7 +36,7 @@ class HostPages:
     def move_out(self, blocks: list[int], places: list[int]) -> None:
         """Copy blocks to places."""
         for start in range(0, len(blocks), STAGED_BLOCKS):
-            index = torch.tensor(blocks[start : start + STAGED_BLOCKS], device=self._stage.device)
+            (index,) = upload(self._stage.device, np.array(blocks[start : start + STAGED_BLOCKS]))
             for page, part in zip(self._pages, self._parts, strict=True):
                 part[: len(index)] = page[index]
             for row, place in zip(self._stage, places[start : start + STAGED_BLOCKS], strict=False):
@@ -45,7 +47,7 @@ class HostPages:
         for start in range(0, len(blocks), STAGED_BLOCKS):
             for row, place in zip(self._stage, places[start : start + STAGED_BLOCKS], strict=False):
                 row.copy_(self._host[place], non_blocking=True)
-            index = torch.tensor(blocks[start : start + STAGED_BLOCKS], device=self._stage.device)
+            (index,) = upload(self._stage.device, np.array(blocks[start : start + STAGED_BLOCKS]))
             for page, part in zip(self._pages, self._parts, strict=True):
                 page[index] = part[: len(index)]
 

@@ -14,14 +14,15 @@ from batchrun.engine.acceptance import check_model
 from batchrun.engine.attention.base import AttentionBackend, kv_dtype
 from batchrun.engine.attention.cpu import CpuAttention
 from batchrun.engine.attention.registry import attention_backend, cache_backend, invariant_backend, page_size
+from batchrun.engine.bursts import Bursts, StepCosts
 from batchrun.engine.checkpoint import Checkpoint, eos_token_ids
 from batchrun.engine.compiled import can_compile, compile_layers
-from batchrun.engine.device import runs_triton
+from batchrun.engine.device import current, runs_triton
 from batchrun.engine.device_memory import CudaMeter, DeviceMemory, measure_memory
 from batchrun.engine.encoder import Encoder
 from batchrun.engine.encoder_model import load_encoder_model
 from batchrun.engine.engine import Engine
-from batchrun.engine.host_pages import check_swap, make_swap
+from batchrun.engine.host_pages import active_parameters, check_swap, make_swap
 from batchrun.engine.invariance import check_invariance, check_setting, make_invariant
 from batchrun.engine.kv_scales import read_scales
 from batchrun.engine.layers import fuse_model
@@ -72,6 +73,18 @@ def load_single(
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     device = choose_device(checkpoint.model.device)
+    with current(device):
+        return _load(checkpoint, tokenizer, config, sharers, pooler, device)
+
+
+def _load(
+    checkpoint: Checkpoint,
+    tokenizer: Any,
+    config: EngineConfig,
+    sharers: int,
+    pooler: Pooler | None,
+    device: torch.device,
+) -> Engine | Encoder:
     dtype = choose_dtype(checkpoint.model.dtype, checkpoint, device)
     check_quantized(checkpoint, device, dtype)
     if config.torch_compile:
@@ -113,9 +126,10 @@ def load_single(
     install(model, list(checkpoint.adapters.values()))
     if config.batch_invariant:
         make_invariant(model, paged)
-        check_invariance(model, paged, block_size)
     if checkpoint.model.dtype == TF32:
         model.allow_tf32()
+    if config.batch_invariant:
+        check_invariance(model, paged, block_size)
     max_model_len, left = checkpoint.max_model_len, None
     forced = config.cuda_graphs == "on"
     records = forced or (config.cuda_graphs == "auto" and runs_triton(device) and paged.name == "triton")
@@ -149,8 +163,14 @@ def load_single(
     if records:
         recorder = CudaRecorder(device)
         engine.executor.record(recorder, engine.max_model_len, engine.scheduler.expected_steps, at_once=forced)
+        engine.scheduler.bursts = Bursts(step_costs(model), engine.executor.graphs.replays)
     engine.scheduler.swap = make_swap(config.swap_space, model, pool)
     return engine
+
+
+def step_costs(model: PagedModel) -> StepCosts:
+    """Of decode steps that are replayed, beside those that are not."""
+    return StepCosts.of(sum(x.nbytes for x in model.module.parameters()), active_parameters(model.module))
 
 
 def use_scales(cache: AttentionBackend, checkpoint: Checkpoint, model: PagedModel) -> None:

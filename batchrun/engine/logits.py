@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from batchrun.engine.slots import Slots
+from batchrun.engine.staging import upload
 from batchrun.engine.token_rules import TokenRules
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def edit_logits(logits: torch.Tensor, slots: Slots, rows: np.ndarray, counts: To
     asking = np.flatnonzero(slots.edited[rows] | early)
     if not len(asking):
         return asking
-    index = torch.from_numpy(asking).to(logits.device)
+    (index,) = upload(logits.device, asking)
     scores, rows = logits[index], rows[asking]
     if counts is None:
         _penalise_repetition(scores, slots, rows)
@@ -46,7 +47,7 @@ def edit_logits(logits: torch.Tensor, slots: Slots, rows: np.ndarray, counts: To
 def mark_without_choice(logits: torch.Tensor, places: np.ndarray, tokens: torch.Tensor) -> None:
     """Put -1 for those of `tokens` (int64 [K]) at places (int64 [E]) that cannot be: these rows had no other."""
     if len(places):
-        place = torch.from_numpy(places).to(logits.device)
+        (place,) = upload(logits.device, places)
         token = tokens[place]
         tokens[place] = torch.where(logits[place, token] == NEVER, -1, token)
 
@@ -62,8 +63,8 @@ def _penalise_repetition(scores: torch.Tensor, slots: Slots, rows: np.ndarray) -
     ends = slots.num_tokens[rows[at]]
     columns = np.minimum(np.arange(ends.max()), ends[:, None] - 1)
     ids = slots.token_ids[rows[at][:, None], columns]
-    place, token = _on(scores, at[:, None], ids.astype(np.int64))
-    penalty = torch.from_numpy(slots.repetition_penalty[rows[at]][:, None]).to(scores)
+    given = at[:, None], ids.astype(np.int64), slots.repetition_penalty[rows[at]][:, None]
+    place, token, penalty = upload(scores.device, *given)
     seen = scores[place, token]
     scores[place, token] = torch.where(seen > 0, seen / penalty, seen * penalty)
 
@@ -83,27 +84,27 @@ def _penalise_generated(scores: torch.Tensor, slots: Slots, rows: np.ndarray) ->
     ids = slots.token_ids[rows[at][:, None], np.where(inside, columns, 0)]
     vocabulary = scores.shape[-1]
     seen, times = np.unique((at[:, None] * vocabulary + ids)[inside], return_counts=True)
-    place, token = _on(scores, seen // vocabulary, seen % vocabulary)
     less = presence[seen // vocabulary] + frequency[seen // vocabulary] * times
-    scores[place, token] -= torch.from_numpy(less).to(scores)
+    place, token, less_there = upload(scores.device, seen // vocabulary, seen % vocabulary, less)
+    scores[place, token] -= less_there.to(scores)
 
 
 def _apply_rules(
     scores: torch.Tensor, rules: list[tuple[np.ndarray, TokenRules]], slots: Slots, rows: np.ndarray, early: np.ndarray
 ) -> None:
     if biased := [(at, rule) for at, rule in rules if len(rule.biased)]:
-        place, token = _on(scores, *_flat([(at, rule.biased) for at, rule in biased]))
         biases = np.concatenate([np.tile(rule.biases, len(at)) for at, rule in biased])
-        scores[place, token] += torch.from_numpy(biases).to(scores)
+        place, token, more = upload(scores.device, *_flat([(at, rule.biased) for at, rule in biased]), biases)
+        scores[place, token] += more.to(scores)
     if allowed := [(at, rule.allowed) for at, rule in rules if rule.allowed is not None]:
-        place, token = _on(scores, *_flat(allowed))
+        place, token, limited = upload(scores.device, *_flat(allowed), np.concatenate([at for at, _ in allowed]))
         kept = scores[place, token]
-        scores[torch.from_numpy(np.concatenate([at for at, _ in allowed])).to(scores.device)] = NEVER
+        scores[limited] = NEVER
         scores[place, token] = kept
     banned = [_flat([(at, rule.banned), (at[early[at]], rule.ends)]) for at, rule in rules]
     banned += [_completing(at, rule, slots, rows[at]) for at, rule in rules if len(rule.lasts)]
     if banned:
-        place, token = _on(scores, *map(np.concatenate, zip(*banned, strict=True)))
+        place, token = upload(scores.device, *map(np.concatenate, zip(*banned, strict=True)))
         scores[place, token] = NEVER
 
 
@@ -130,7 +131,3 @@ def _flat(lists: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.nd
     """Pairs (place, token), each int64 [N]: of every place with every token of its list."""
     places = [np.repeat(at, len(tokens)) for at, tokens in lists]
     return np.concatenate(places), np.concatenate([np.tile(tokens, len(at)) for at, tokens in lists])
-
-
-def _on(scores: torch.Tensor, places: np.ndarray, tokens: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.from_numpy(places).to(scores.device), torch.from_numpy(tokens).to(scores.device)

@@ -7,6 +7,7 @@ import torch
 
 from batchrun.engine.device import runs_triton
 from batchrun.engine.params import TokenLogprobs
+from batchrun.engine.staging import upload
 
 EXACT_ROWS = 16  # looked through at once: the keys of all rows would be the largest tensor of a step
 LAST_ID = 2**32 - 1
@@ -67,7 +68,7 @@ class StepLogprobs:
 
     def __init__(self, logits: torch.Tensor, asking: np.ndarray, most: int, exact: bool = False) -> None:
         """logits float32 [K, V]; `asking` int64 [A]: places of rows; `most`: tokens that any of them wants."""
-        self._asking = torch.from_numpy(asking).to(logits.device)
+        (self._asking,) = upload(logits.device, asking)
         self._logits = logits[self._asking]
         values, ids = likeliest(self._logits, max(1, most), exact)
         self._largest, self._first = values[:, :1], self._logprob_of(ids[:, 0].contiguous())

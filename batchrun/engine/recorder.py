@@ -34,19 +34,25 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = None
+        self._stream: Any = None  # one for all: libraries keep a workspace for each, and torch what was freed on it
 
     def record(self, function: Callable[[], Outputs]) -> Recorded:
         with torch.cuda.device(self._device):
+            before, stream = torch.cuda.current_stream(), self._stream or torch.cuda.Stream()
+            self._stream = stream
             # Beforehand, kernels are compiled and libraries take their workspaces: a graph can hold neither.
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
+            stream.wait_stream(before)
             with torch.cuda.stream(stream):
                 function()
-            torch.cuda.current_stream().wait_stream(stream)
+            before.wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            # Only this thread may not wait: others may go on with what they do.
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-                outputs = function()
+            try:
+                # Only this thread may not wait: others may go on with what they do.
+                with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                    outputs = function()
+            finally:
+                # torch leaves its stream in place if the capture fails, and what is launched next would go there.
+                torch.cuda.set_stream(before)
         self._pool = self._pool or graph.pool()
         return Recorded(outputs, graph.replay)
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from batchrun.engine.device import runs_triton
+from batchrun.engine.staging import upload
 from batchrun_kernels.cpu.layer import argmax_rows
 from batchrun_kernels.cpu.scalar import elements
 
@@ -81,7 +82,7 @@ def _sample_on_device(logits: torch.Tensor, *values: np.ndarray) -> torch.Tensor
     """The same in one kernel, with the same noise."""
     from batchrun_kernels.sample import sample as sample_rows
 
-    return sample_rows(logits, *(torch.from_numpy(value).to(logits.device) for value in values))
+    return sample_rows(logits, *upload(logits.device, *values))
 
 
 def most_likely(logits: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from batchrun.engine.batch import Batch, make_batch
+from batchrun.engine.bursts import NO_LOSS, Bursts
 from batchrun.engine.estimate import LengthEstimate
 from batchrun.engine.kv_cache import HOLE, BlockPool, EverSeen, RowBlocks, block_hashes, root
 from batchrun.engine.sequence import Sequence
@@ -39,6 +40,7 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.estimate = LengthEstimate()
         self.swap: SwapSpace | None = None  # where preempted rows keep their KV
+        self.bursts = Bursts(NO_LOSS, lambda: False)
         self.num_preemptions = 0
         self.prompt_tokens = 0  # of all admitted prompts
         self.cached_tokens = 0  # of these, found in the cache
@@ -65,7 +67,8 @@ class Scheduler:
         if self._is_short(missing) and self.slots.unread[self.slots.order].any():
             return None
         rows, query_lens = self._grow_blocks(rows, query_lens, missing)
-        if not self._preempted:
+        decodes = len(rows) > 0 and bool((query_lens == 1).all()) and not self.slots.scoring[rows].any()
+        if not self._preempted and self.bursts.opens(self.slots.num_running, decodes):
             admitted = list(self._admit(self.max_batched_tokens - int(query_lens.sum())))
             rows = np.concatenate([rows, np.array([slot for slot, _ in admitted], dtype=np.int64)])
             query_lens = np.concatenate([query_lens, np.array([n for _, n in admitted], dtype=np.int64)])
@@ -101,12 +104,13 @@ class Scheduler:
         return here
 
     def expected_steps(self) -> float:
-        """Steps until the rows that run and wait are through, as far as the lengths of others tell."""
+        """Steps to replay until the rows that run and wait are through, as far as the lengths of others tell, and those
+        that could have been."""
         slots, rows = self.slots, self.slots.order
         if not len(rows):
-            return 0.0
+            return self.bursts.spared
         left = self.estimate.share * (slots.max_total[rows] - slots.num_tokens[rows]).mean()
-        return float(left) * (1 + len(self.waiting) / len(rows))
+        return self.bursts.spared + float(left) * (1 + len(self.waiting) / len(rows))
 
     def lower_budget(self, tokens: int) -> None:
         """Let steps have at most so many tokens from now on; the rows of a step that failed are in the next ones."""
@@ -181,7 +185,10 @@ class Scheduler:
         """Move waiting sequences into slots; yields (slot, query length). Looks only at the queue's head,
         so the cost does not depend on how many wait."""
         expected = self._expected_blocks() if self.waiting else 0
-        while self.waiting and budget > 0 and self.slots.num_free:
+        while self.waiting and budget > 0:
+            if not self.slots.num_free:
+                self.bursts.is_full(self.slots.num_running)
+                break
             sequence = self.waiting.head()
             cached = self._cached_blocks(sequence)
             num_cached = len(cached[0])
@@ -199,6 +206,7 @@ class Scheduler:
             own = max(total - sum(len(table) - table.count(HOLE) for table in cached), now)
             # Alone in the engine a sequence always starts: add() made sure that it fits.
             if expected + own > free and (self.slots.num_running or now > free):
+                self.bursts.is_full(self.slots.num_running)
                 break
             self.waiting.popleft()
             self.pool.hold(cached)
@@ -208,6 +216,7 @@ class Scheduler:
                 self.swap.restore(sequence, self.slots.blocks(slot), num_cached)
                 self._register_blocks(slot, num_cached, start // self.pool.block_size)
             self._note_admission(sequence, start)
+            self.bursts.let_in(query_len)
             expected += own - now
             budget -= query_len
             yield slot, query_len

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from batchrun.engine.slots import Slots
+from batchrun.engine.staging import upload
 from batchrun_kernels.penalise import count_tokens, penalise
 
 FILL_ROWS = 32  # counted at a time
@@ -38,8 +39,7 @@ class TokenCounts:
         if self.table is None:
             return
         wanted = slots.repetition_penalty, slots.frequency_penalty, slots.presence_penalty
-        penalties = (torch.from_numpy(values[rows]).to(logits.device) for values in wanted)
-        penalise(logits, self.table, torch.from_numpy(rows).to(logits.device), *penalties)
+        penalise(logits, self.table, *upload(logits.device, rows, *(values[rows] for values in wanted)))
 
     def sampled(self, rows: np.ndarray) -> None:
         """One more token of each of the slots `rows` is in the table."""
@@ -59,15 +59,13 @@ class TokenCounts:
             some = stale[start : start + FILL_ROWS]
             columns = int(slots.num_tokens[some].max())
             counts = torch.zeros(len(some), self._vocabulary, dtype=torch.int32, device=self._device)
-            ids, places, prompts, totals, index = (
-                torch.from_numpy(array).to(self._device)
-                for array in (
-                    slots.token_ids[some, :columns],
-                    np.arange(len(some)),
-                    slots.num_prompt[some],
-                    slots.num_tokens[some],
-                    some,
-                )
+            ids, places, prompts, totals, index = upload(
+                self._device,
+                slots.token_ids[some, :columns],
+                np.arange(len(some)),
+                slots.num_prompt[some],
+                slots.num_tokens[some],
+                some,
             )
             count_tokens(ids, places, prompts, totals, counts)
             self.table[index] = counts

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -185,6 +186,7 @@ def cases() -> dict[str, Callable[[], object]]:
         "matmul 4096x4096": partial(_matmul, 256, 4096, 4096),
         "matmul 151936x896 float16": partial(_matmul, 1, 151936, 896, torch.float16, bias=True),
         "matmul 4096x4096 float32": partial(_matmul, 256, 4096, 4096, torch.float32),
+        "matmul 4096x4096 tf32": partial(_in_tf32, partial(_matmul, 256, 4096, 4096, torch.float32)),
         "experts 64 tf32": partial(_in_tf32, partial(_experts, 64, 2048, 768, 8, torch.float32)),
         "decode 128 queries": partial(plain.decode, 8),
         "decode 128 merged": partial(plain.decode, merged=True),
@@ -225,9 +227,22 @@ def targets_of(case: str) -> tuple[str, ...]:
 def compile_all() -> Iterator[tuple[str, Resources]]:
     """Compiles each case for each target, one (case, resources) per launch."""
     for name, call in cases().items():
-        for launch in record(call):
-            for target in targets_of(name):
+        for target in targets_of(name):
+            with _built_for(target):
+                launches = record(call)
+            for launch in launches:
                 yield name, compile_launch(launch, target)
+
+
+@contextmanager
+def _built_for(target: str) -> Iterator[None]:
+    """Lets launchers choose as with the torch that is for this target."""
+    version: Any = torch.version
+    before, version.hip = version.hip, "" if TARGETS[target].backend == "hip" else None
+    try:
+        yield
+    finally:
+        version.hip = before
 
 
 def main() -> None:

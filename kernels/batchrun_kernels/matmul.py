@@ -15,6 +15,7 @@ from torch import Tensor
 
 from batchrun_kernels.cost import Cost
 from batchrun_kernels.grouped_gemm import Tiles
+from batchrun_kernels.precision import product_precision
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -33,6 +34,7 @@ def _matmul_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -47,7 +49,7 @@ def _matmul_kernel(
         left = depth - start
         x = tl.load(x_place + start, mask=is_row[:, None] & (step[None, :] < left), other=0.0)
         w = tl.load(w_place + start * w_depth_stride, mask=is_col[None, :] & (step[:, None] < left), other=0.0)
-        acc = tl.dot(x, w, acc, input_precision="ieee")
+        acc = tl.dot(x, w, acc, input_precision=PRECISION)
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + col, mask=is_col, other=0.0).to(tl.float32)[None, :]
     out_place = out_ptr + row[:, None] * out_stride + col[None, :]
@@ -63,9 +65,9 @@ def fixed_tiles(itemsize: int) -> Tiles:
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
     """x [M, K] times the transpose of `weight` [N, K], plus `bias` [N]: `out` [M, N], in the type of `x`.
 
-    `x` has any row stride, `weight` any strides, all are fp32, bf16 or fp16 of one type; products are in it, without
-    TF32, accumulation is fp32. A row has the same bits whatever M is. Raises ValueError on shapes, types and layouts
-    that the kernel cannot take.
+    `x` has any row stride, `weight` any strides, all are fp32, bf16 or fp16 of one type; products are in it, or for
+    fp32 in TF32 if torch's are, accumulation is fp32. A row has the same bits whatever M is. Raises ValueError on
+    shapes, types and layouts that the kernel cannot take.
     """
     rows, depth = x.shape
     width = len(weight)
@@ -94,6 +96,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k,
+        PRECISION=product_precision(x.dtype),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         enable_fp_fusion=True,

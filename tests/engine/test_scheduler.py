@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 
 from batchrun.engine.batch import UNREAD, Batch
+from batchrun.engine.bursts import NO_LOSS, Bursts, StepCosts
 from batchrun.engine.kv_cache import HOLE, BlockPool, KvGroup, block_hashes, blocks_for
 from batchrun.engine.params import Request, SamplingParams
 from batchrun.engine.scheduler import Scheduler
@@ -286,6 +287,7 @@ GROUPS = [  # the pretended model looks one position back, so no window is narro
     groups=st.sampled_from(GROUPS),
     ahead=st.integers(0, 3),
     places=st.integers(0, 12),
+    costs=st.builds(StepCosts, st.floats(0, 8), st.floats(0, 20)),
 )
 def test_every_row_says_what_it_says_alone(
     rows: list[Row],
@@ -298,11 +300,13 @@ def test_every_row_says_what_it_says_alone(
     groups: tuple[KvGroup, ...],
     ahead: int,
     places: int,
+    costs: StepCosts,
 ) -> None:
     budget = max_num_seqs + spare_budget
     least = int(blocks_for(groups, block_size, max(len(row.prompt) + 1 for row in rows), budget))
     pool = BlockPool(least + spare_blocks, block_size, caching, groups)
     simulation = Simulation(pool, max_num_seqs, budget, ahead)
+    simulation.scheduler.bursts = Bursts(costs, lambda: True)
     if optimistic:
         simulation.scheduler.estimate = Optimist()  # type: ignore[assignment]
     if all(group.window is None for group in groups):
@@ -420,6 +424,72 @@ def test_a_row_that_cannot_ever_fit_is_not_taken() -> None:
     sequence = Sequence(Request(0, [1]), 0, np.ones(1, np.int32), 1, 5, [], 0.0)
     with pytest.raises(AssertionError):
         simulation.scheduler.add(sequence)
+
+
+@dataclass(slots=True)
+class Course:
+    """What became of rows that came in together and ended one by one."""
+
+    decoding: int  # steps of nothing but rows that decode
+    others: int
+    occupied: float  # places, on average
+    order: list[Hashable]  # in which rows began
+
+
+def course_of(costs: StepCosts, replays: bool, lengths: list[int], places: int = 16) -> tuple[Course, float]:
+    """Of rows of so many tokens after prompts of three, and what Bursts.spared has come to."""
+    simulation = Simulation(BlockPool(400, 4), max_num_seqs=places, budget=64)
+    simulation.scheduler.bursts = bursts = Bursts(costs, lambda: replays)
+    for key, most in enumerate(lengths):
+        simulation.add(key, [key % 10, key // 10 % 10, key // 100], most)
+    batches, order = [], []
+    while (batch := simulation.step()) is not None:
+        batches.append(batch)
+        running = (simulation.scheduler.slots.sequences[slot] for slot in batch.slots)
+        order += [row.request.key for row in running if row is not None and row.request.key not in order]
+    simulation.assert_idle()
+    decoding = sum(batch.num_tokens == len(batch.slots) for batch in batches)
+    occupied = float(np.mean([len(batch.slots) for batch in batches]))
+    return Course(decoding, len(batches) - decoding, occupied, order), bursts.spared
+
+
+LENGTHS = np.random.default_rng(0).integers(4, 13, size=300).tolist()
+
+
+def test_waiting_rows_come_in_bursts_where_decode_steps_are_replayed() -> None:
+    """Most steps are then replayed, for a few places that stay empty; rows begin in the order of the queue."""
+    alone, _ = course_of(NO_LOSS, True, LENGTHS)
+    together, spared = course_of(StepCosts(2.0, np.inf), True, LENGTHS)
+    assert alone.others > 3 * alone.decoding
+    assert together.decoding > together.others
+    assert 0.7 * alone.occupied < together.occupied < alone.occupied
+    assert together.others * 3 + together.decoding < 0.8 * (alone.others * 3 + alone.decoding), "with E = 3 R"
+    assert together.order == alone.order
+    assert spared == 0
+
+
+def test_no_burst_is_waited_for_where_nothing_is_gained() -> None:
+    """Steps that are not replayed, and prompts that keep the device at work for as long as the host."""
+    alone, _ = course_of(NO_LOSS, True, LENGTHS)
+    eager, spared = course_of(StepCosts(2.0, np.inf), False, LENGTHS)
+    assert eager == alone
+    assert alone.others / 4 < spared < alone.others, "but it is counted what was missed"
+    assert course_of(StepCosts(2.0, 1.0), True, LENGTHS)[0] == alone
+
+
+def test_a_row_that_waits_is_let_in_before_the_others_end() -> None:
+    """A place that is empty among rows that go on is held so many steps that a launched step would have cost less."""
+    prompts = [[0, 1], [2, 2], [3, 4], [1, 1], [2, 5]]  # the first three do not end before their last token
+    simulation = Simulation(BlockPool(100, 4), max_num_seqs=4, budget=64)
+    simulation.scheduler.bursts = Bursts(StepCosts(2.0, np.inf), lambda: True)
+    for key, prompt in enumerate(prompts):
+        simulation.add(key, prompt, 22 if key < 3 else 1)
+    steps = 0
+    while 4 not in simulation.done:
+        assert simulation.step() is not None
+        steps += 1
+    assert steps == 1 + 2 * 4
+    assert len(simulation.sequences) == 3
 
 
 def hits_between_strangers(knows_who_waits: bool) -> tuple[int, int]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from batchrun.engine import staging as module
-from batchrun.engine.staging import LEAST_BYTES, TURNS, Staging
+from batchrun.engine.staging import LEAST_BYTES, TURNS, Staging, upload
 
 
 @pytest.fixture
@@ -67,3 +67,18 @@ def test_nothing_is_sent_of_an_empty_round(copies: list[int]) -> None:
     staging.put(np.empty(0, dtype=np.int64))
     staging.send()
     assert copies == []
+
+
+def test_arrays_of_any_type_are_uploaded_in_one_piece() -> None:
+    arrays: list[np.ndarray] = [
+        np.arange(3),
+        np.linspace(0, 1, 10, dtype=np.float32).reshape(2, 5)[:, ::2],
+        np.array([[True], [False]]),
+    ]
+    arrays += [np.empty((0, 2), dtype=np.int32), np.arange(7, dtype=np.uint8)]
+    there = upload(torch.device("cpu"), *arrays)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in there}) == 1
+    for tensor, array in zip(there, arrays, strict=True):
+        assert tensor.numpy().dtype == array.dtype
+        assert np.array_equal(tensor.numpy(), array)
+        assert tensor.data_ptr() % 16 == 0

@@ -106,7 +106,7 @@ def test_a_row_says_the_same_alone_and_among_others(family_folder: Callable[[str
     assert together == alone
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "tf32"])
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "qwen3_moe", "gpt2"])
 def test_batch_invariance_to_the_bit(family: str, dtype: str, family_folder: Callable[[str], Path]) -> None:
     """Alone; together, with steps recorded or not; in another order, in pieces, and preempted."""

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from batchrun.config import EngineConfig
-from batchrun.engine import executor, feedback, invariance, layers, likelihoods, loading, logprobs, sampler
+from batchrun.engine import (
+    executor,
+    feedback,
+    host_pages,
+    invariance,
+    layers,
+    likelihoods,
+    loading,
+    logprobs,
+    precision,
+    sampler,
+)
+from batchrun.engine import model as paged_model
 from batchrun.engine.attention.cpu import CpuAttention
 from batchrun.engine.attention.registry import invariant_backend, page_size
 from batchrun.engine.attention.torch import TorchAttention
@@ -25,6 +41,7 @@ from batchrun.engine.llm import LLM
 from batchrun.engine.params import SamplingParams
 from batchrun.engine.recorder import EagerRecorder
 from batchrun.errors import ConfigError
+from batchrun_kernels import matmul as products
 from batchrun_kernels.matmul import matmul
 from tests.engine.families import build_model, engine_of, load, make_model, make_optimistic, random_prompt
 from tests.engine.test_invariance import said
@@ -53,6 +70,19 @@ def _on_device(monkeypatch: pytest.MonkeyPatch) -> None:
         self.weight, self.packed, self.kernel = self.dense(), False, None
 
     monkeypatch.setattr(PackedLinear, "__init__", unpacked)
+
+
+@pytest.fixture(autouse=True)
+def _sums_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library behind the interpreter's products sums rows of a tile in an order that may follow from their place,
+    which float64 hides."""
+
+    def dot(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, d: TensorHandle, *rest: object) -> TensorHandle:
+        wide = (self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+        product = np.matmul(*(x.data.astype(np.float64) for x in wide)).astype(np.float32)
+        return TensorHandle(product + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
 
 
 def invariant(folder: Path, **options: Any) -> LLM:
@@ -88,6 +118,31 @@ def test_a_row_is_the_same_in_any_batch(
 
 
 @pytest.mark.usefixtures("_on_device")
+@pytest.mark.parametrize(
+    ("family", "kv", "swap"), [("llama", "auto", 0.001), ("llama", "fp8", 0.001), ("gemma2", "fp8", 0.0)]
+)
+def test_a_row_is_the_same_with_steps_ahead_and_kv_elsewhere(
+    family: str, kv: str, swap: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Preempted, and on from what was kept of it or computed again, with the next step launched before the last is
+    read; KV in 8 bits; layers with windows, which give pages back."""
+    monkeypatch.setattr(loading, "check_invariance", lambda *given: None)
+    monkeypatch.setattr(host_pages, "swap_pays", lambda *given: True)
+    folder = make_model(family, tmp_path, num_hidden_layers=2)
+    options: dict[str, Any] = {"kv_cache_dtype": kv}
+    params = [replace(each, max_tokens=7) for each in PARAMS]
+    with invariant(folder, prefix_caching=False, overlap="off", **options) as llm:
+        alone = [said(llm.generate([p], one)[0]) for p, one in zip(PROMPTS, params, strict=True)]
+    with invariant(folder, swap_space=swap, overlap="on", **options, **TIGHT) as llm:
+        engine = engine_of(make_optimistic(llm))
+        assert isinstance(engine.model.backend, InvariantFp8Attention if kv == "fp8" else InvariantAttention)
+        assert [said(completion) for completion in llm.generate(PROMPTS, params)] == alone
+        assert engine.scheduler.num_preemptions > 0 or family == "gemma2"
+        assert engine.scheduler.swap is None or engine.scheduler.swap.num_restored > 0
+        assert (engine.scheduler.swap is not None) == (swap > 0)
+
+
+@pytest.mark.usefixtures("_on_device")
 def test_what_torch_sums_by_the_number_of_rows_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"not there for gpt_oss: it uses torch\.\w+, whose sums depend"):
         invariant(make_model("gpt_oss", tmp_path, num_hidden_layers=1))
@@ -119,6 +174,27 @@ def test_products_of_torch_go_through_the_kernel() -> None:
     with FixedProducts():
         assert torch.equal(F.linear(x, weight, bias).flatten(0, 1), expected)
         assert torch.equal(torch.addmm(bias, x[0], weight.T), expected[:3])
+
+
+@pytest.mark.usefixtures("_on_device")
+def test_rows_are_tried_with_the_products_that_the_model_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_model, "check_tf32", lambda device: None)
+    monkeypatch.setitem(precision.SETTINGS, "cpu", (torch.backends.cuda.matmul,))
+    choose, check = products.product_precision, loading.check_invariance
+    seen: list[str] = []
+
+    def noted(dtype: torch.dtype) -> str:
+        seen.append(choose(dtype))
+        return seen[-1]
+
+    def checked(*given: Any) -> None:
+        seen.clear()
+        check(*given)
+
+    monkeypatch.setattr(products, "product_precision", noted)
+    monkeypatch.setattr(loading, "check_invariance", checked)
+    invariant(make_model("gemma2", tmp_path, num_hidden_layers=1), dtype="tf32").close()
+    assert set(seen) == {"tf32"}
 
 
 class OffsetNorm(torch.nn.Module):

@@ -10,7 +10,9 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from transformers import AutoModelForCausalLM
+from triton.runtime.interpreter import GridExecutor
 
 from batchrun import SamplingParams
 from batchrun.engine import (
@@ -32,6 +34,7 @@ from batchrun.engine.layers import fuse_model
 from batchrun.engine.layers_device import DeviceLayer
 from batchrun.engine.model import PagedModel
 from batchrun.engine.params import Completion, Request
+from tests.engine.adapters import make_adapter
 from tests.engine.families import engine_of, generate, load, make_model, make_optimistic, random_prompt
 from tests.engine.test_oracle import load_tight
 
@@ -45,6 +48,69 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
             monkeypatch.setattr(module, "runs_triton", lambda device: True)
 
     return switch
+
+
+class HostWaits(TorchFunctionMode):
+    """Raises for what makes the host wait until a device has done all it was given: numbers read from a tensor, and
+    arrays sent from ordinary memory."""
+
+    READING = ("item", "tolist", "__bool__", "__int__", "__index__", "cpu", "nonzero", "is_nonzero")
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self._arrays: list[torch.Tensor] = []  # held, so that no other lies at their places
+        wrap = torch.from_numpy
+
+        def noted(array: np.ndarray) -> torch.Tensor:
+            self._arrays.append(wrap(array))
+            return self._arrays[-1]
+
+        monkeypatch.setattr(torch, "from_numpy", noted)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given, name = kwargs or {}, getattr(func, "__name__", "")
+        assert name not in self.READING, name
+        if name == "to" and not given.get("non_blocking"):
+            assert args[0].data_ptr() not in {array.data_ptr() for array in self._arrays}, "an array is sent"
+        if name in ("tensor", "as_tensor"):
+            assert isinstance(args[0], torch.Tensor), name
+        return func(*args, **given)
+
+
+def test_a_step_is_launched_without_waiting_for_the_device(
+    tmp_path: Path, on_device: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all that rows can ask of their logits, and adapters; what kernels do is left out."""
+    folder = make_model("llama", tmp_path / "base", num_hidden_layers=1)
+    adapter = make_adapter(tmp_path / "a", folder, 1, ("q_proj",), rank=2)
+    on_device()
+    llm = load(folder, attention="triton", overlap="on", adapters={"a": str(adapter)})
+    asked: list[dict[str, Any]] = [
+        {"temperature": 0.9, "top_p": 0.9, "adapter": "a"},
+        {"repetition_penalty": 1.2, "presence_penalty": 0.1, "frequency_penalty": 0.1},
+        {"min_tokens": 3, "logit_bias": {5: 1.0}, "logprobs": 2},
+        {"allowed_token_ids": [4, 5, 6]},
+    ]
+    for key, options in enumerate(asked):
+        engine_of(llm).add(Request(key, PROMPTS[key % 3], SamplingParams(max_tokens=4, ignore_eos=True, **options)))
+    engine, call = engine_of(llm), GridExecutor.__call__
+
+    def unwatched(*given: Any, **keywords: Any) -> Any:
+        with _pop_mode_temporarily():
+            return call(*given, **keywords)
+
+    launch = engine.executor.launch
+
+    def watched(*given: Any) -> Any:
+        with monkeypatch.context() as patch, HostWaits(patch):
+            patch.setattr(GridExecutor, "__call__", unwatched)
+            return launch(*given)
+
+    monkeypatch.setattr(engine.executor, "launch", watched)
+    finished = []
+    while engine.has_work():
+        finished += engine.step()
+    assert [completion.error for completion in finished] == [None] * 4
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma3_text", "phi3", "mixtral"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +20,14 @@ from batchrun.engine.attention.fixed import FixedTables
 from batchrun.engine.attention.prefix import Sharing
 from batchrun.engine.attention.triton import INTERPRETED_SMS, InvariantAttention, TritonAttention
 from batchrun.engine.batch import Batch
+from batchrun.engine.bursts import NO_LOSS, Bursts, StepCosts
 from batchrun.engine.device_memory import DeviceMemory
 from batchrun.engine.fixed_inputs import Field, FixedInputs
-from batchrun.engine.graphs import DecodeGraphs, GraphShape, buckets, graph_bytes
+from batchrun.engine.graphs import DecodeGraphs, Form, GraphShape, buckets, graph_bytes
 from batchrun.engine.llm import LLM
 from batchrun.engine.params import Request, SamplingParams
 from batchrun.engine.recorder import EagerRecorder, Recorded
+from batchrun.engine.scheduler import Scheduler
 from batchrun.errors import ConfigError
 from batchrun_kernels import prefix_plan, tuned
 from batchrun_kernels.decode_plan import PROGRAMS_PER_SM
@@ -69,6 +72,25 @@ class Places(EagerRecorder):
 
         self._seen.clear()
         return Recorded(outputs, checked)
+
+
+class Counting(EagerRecorder):
+    """Counts the replays."""
+
+    replayed = 0
+
+    def record(self, function: Any) -> Recorded:
+        outputs, replay = super().record(function)
+
+        def counted() -> None:
+            self.replayed += 1
+            replay()
+
+        return Recorded(outputs, counted)
+
+
+def _spared(scheduler: Scheduler) -> float:
+    return scheduler.bursts.spared
 
 
 def _place(what: Any) -> Any:
@@ -149,14 +171,13 @@ def test_groups_that_come_and_go(family: str, tmp_path: Path, monkeypatch: pytes
     engine.executor.record(recorder, engine.max_model_len, engine.scheduler.expected_steps, at_once=True)
     recorded: DecodeGraphs = engine.executor.graphs
     found: list[Any] = []
-    find = recorded._tables.find_sharing
+    fill = recorded._fill
 
-    def finding(batch: Any) -> Sharing | None:
-        sharing = find(batch)
+    def filling(batch: Batch, size: int, sharing: Sharing | None) -> None:
         found.append(sharing and (sharing.token_counts.tolist(), sharing.shared_lens.tolist()))
-        return sharing
+        fill(batch, size, sharing)
 
-    monkeypatch.setattr(recorded._tables, "find_sharing", finding)
+    monkeypatch.setattr(recorded, "_fill", filling)
     hidden = Mock(wraps=engine.model.hidden)
     monkeypatch.setattr(engine.model, "hidden", hidden)
     assert [list(completion.token_ids) for completion in llm.generate(prompts, params)] == expected
@@ -167,6 +188,76 @@ def test_groups_that_come_and_go(family: str, tmp_path: Path, monkeypatch: pytes
     assert None in found
     assert max(len(grouping[0]) for grouping in found if grouping) == 3
     assert all(is_mixed(call.args[0]) for call in hidden.call_args_list)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_rows_that_share_pages_are_found_once_a_step(
+    at_once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the step is replayed or not."""
+    looked = Mock(wraps=backend_module.shared_prefixes)
+    monkeypatch.setattr(backend_module, "shared_prefixes", looked)
+    llm = on_triton(make_model("llama", tmp_path, num_hidden_layers=1), max_num_seqs=4, block_size=4)
+    engine, recorder = engine_of(llm), Places(monkeypatch)
+    engine.executor.record(recorder, engine.max_model_len, engine.scheduler.expected_steps, at_once)
+    steps = 0
+    for number in range(4):
+        engine.add(Request(number, PROMPTS[number], PARAMS[0]))
+    while engine.has_work():
+        engine.step()
+        steps += 1
+    assert looked.call_count == steps
+    assert bool(recorder.replayed) == at_once
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_rows_are_let_in_together_so_that_steps_are_replayed(
+    at_once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it nearly every step has a prompt in it; if none is recorded yet, such steps say that it is worth it."""
+    monkeypatch.setattr(graphs, "RECORD_S", 2 * graphs.SAVED_S)  # three numbers of rows: six steps
+    folder = make_model("llama", tmp_path, num_hidden_layers=1)
+    prompts = [random_prompt(i, 2) for i in range(20)]
+    params = [SamplingParams(max_tokens=2 + i % 3, ignore_eos=True, temperature=i % 2, seed=i) for i in range(20)]
+    expected = [list(completion.token_ids) for completion in load(folder).generate(prompts, params)]
+    replayed = []
+    for costs in (NO_LOSS, StepCosts(2.0, np.inf)):
+        engine = engine_of(llm := on_triton(folder, overlap="on", max_num_seqs=4, block_size=4, num_blocks=40))
+        recorder, scheduler = Counting(), engine.scheduler
+        expects = scheduler.expected_steps if at_once else partial(_spared, scheduler)
+        engine.executor.record(recorder, engine.max_model_len, expects, at_once)
+        scheduler.bursts = Bursts(costs, engine.executor.graphs.replays)
+        assert [list(completion.token_ids) for completion in llm.generate(prompts, params)] == expected
+        replayed.append(recorder.replayed)
+    assert replayed[1] >= replayed[0] + 6
+
+
+def test_rows_are_let_in_at_once_where_no_step_is_replayed(tmp_path: Path) -> None:
+    engine = engine_of(on_triton(make_model("llama", tmp_path, num_hidden_layers=1), max_num_seqs=2))
+    engine.executor.record(EagerRecorder(), 64, lambda: 0.0)
+    recorded: DecodeGraphs = engine.executor.graphs
+    form = Form(grouped=False, adapted=False)
+    assert not recorded.replays(), "nothing is expected"
+    recorded._expected_steps = lambda: 1e6
+    assert recorded.replays()
+    recorded._recorded[form] = {}
+    assert not recorded.replays(), "they cannot be recorded"
+    recorded._recorded[form] = {1: Recorded((), lambda: None)}
+    assert recorded.replays()
+    engine.add(Request(0, [5, 6], SamplingParams(max_tokens=6)))
+    engine.step()
+    engine.scheduler.slots.adapter[engine.scheduler.slots.order] = 1
+    assert not recorded.replays(), "a row has an adapter, and none is in the recorded steps"
+
+
+def test_what_is_lost_to_a_step_that_is_not_replayed(tmp_path: Path) -> None:
+    """A small model's steps are bound by the host, a large one's are not."""
+    model = engine_of(load(make_model("llama", tmp_path))).model
+    small = loading.step_costs(model)
+    assert small.steps == pytest.approx(2)
+    assert small.tokens > 1e6
+    assert StepCosts.of(1.2e9, 0.44e9).tokens == pytest.approx(909, abs=1)
+    assert StepCosts.of(16e9, 7e9) == NO_LOSS
 
 
 def is_mixed(batch: Batch) -> bool:

@@ -15,7 +15,7 @@ import torch
 from batchrun.engine.attention.base import LayerGeometry
 from batchrun.engine.attention.prefix import Sharing
 from batchrun.engine.attention.tables import Kind, Plans, Table
-from batchrun.engine.attention.triton import Chosen, TritonAttention, most_groups, whole_columns
+from batchrun.engine.attention.triton import TritonAttention, most_groups, whole_columns
 from batchrun.engine.batch import Batch
 from batchrun.engine.fixed_inputs import Field, FixedInputs
 from batchrun_kernels.decode_plan import DecodePlan, DecodeWork, cut_decode, decode_sizes
@@ -152,11 +152,6 @@ class FixedTables:
         self._decode: dict[Kind, _Decode | _WholeRows] = {}
         self._prefix: dict[Kind, _Prefix] = {}
         self._filled = _Filled(np.zeros(0, dtype=np.int64), None)
-
-    def find_sharing(self, batch: Batch) -> Sharing | None:
-        """The rows of the batch that share enough pages to read them together; None: there are none."""
-        rows = Chosen.of(batch, np.ones(len(batch.slots), dtype=bool))
-        return None if rows is None else self._backend.find_sharing(batch, rows)
 
     @property
     def num_bytes(self) -> int:

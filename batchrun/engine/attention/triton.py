@@ -56,11 +56,12 @@ class Chosen(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a step's plans are made from, on the host."""
+    """What the plans of a batch are made from, on the host."""
 
+    batch: Batch | None
     short: Chosen | None
     long: Chosen | None
-    sharing: Sharing | None  # among the short rows, in tables without a window
+    sharing: Sharing | None  # among the short rows, in tables without a window: those that share enough pages
 
 
 class TritonAttention(AttentionBackend):
@@ -94,17 +95,15 @@ class TritonAttention(AttentionBackend):
         self.shares = not self.invariant and True in self.whole  # whether rows may read pages together
         self._tables: list[Table] = []
         self._planner: Planner = self._plan_late
-        self._step = Step(None, None, None)
+        self._step = Step(None, None, None, None)
         # Of the layers of each table, as they have attended: from then on their plans are made with a step's begin.
         self._kinds: list[dict[Kind, KvPages]] = [{} for _ in range(self.layout.num_tables)]
         self._staging = Staging(device)
 
     def begin(self, batch: Batch, staging: Staging | None = None) -> None:
         put = (staging or self._staging).put
-        counts = np.diff(batch.query_starts)
-        most = 0 if self.invariant else MAX_QUERIES  # queries of a row that decodes
-        short, long = (Chosen.of(batch, chosen) for chosen in (counts <= most, counts > most))
-        step = self._step = Step(short, long, None if short is None else self.find_sharing(batch, short))
+        step = self.step_of(batch)
+        short, long = step.short, step.long
         lens = [None if part is None else [put(x, np.int32) for x in part[1:]] for part in (short, long)]
         shared = None if step.sharing is None else [put(x, np.int32) for x in step.sharing]
         tables = []
@@ -127,9 +126,17 @@ class TritonAttention(AttentionBackend):
         """Layers attend to these tables from now on, until the next step begins."""
         self._tables, self._planner = tables, planner
 
-    def find_sharing(self, batch: Batch, rows: Chosen) -> Sharing | None:
-        """Rows that share enough pages to read them together; None: there are none. All tables without a window share
-        alike: their blocks are found together."""
+    def step_of(self, batch: Batch) -> Step:
+        """The rows of the batch for each kernel, found once for all who ask before another batch."""
+        if self._step.batch is not batch:
+            counts = np.diff(batch.query_starts)
+            most = 0 if self.invariant else MAX_QUERIES  # queries of a row that decodes
+            short, long = (Chosen.of(batch, chosen) for chosen in (counts <= most, counts > most))
+            self._step = Step(batch, short, long, None if short is None else self._find_sharing(batch, short))
+        return self._step
+
+    def _find_sharing(self, batch: Batch, rows: Chosen) -> Sharing | None:
+        """All tables without a window share alike: their blocks are found together."""
         if not self.shares:
             return None
         blocks = batch.block_tables[self.whole.index(True), rows.rows]
@@ -185,7 +192,7 @@ class TritonAttention(AttentionBackend):
 
     def _plan(self, number: int, kind: Kind, pages: KvPages, put: Put) -> Plans:
         itemsize, sms = self.dtype.itemsize, self.num_sms
-        short, long, sharing = self._step
+        _, short, long, sharing = self._step
         sharing = sharing if self.whole[number] else None
         decode = prefill = prefix = None
 
