@@ -48,7 +48,7 @@ class PackedLinear(torch.nn.Module):
         on_cpu = weight.device.type == "cpu"
         # Laid out by us and for our kernel alone, or by the library.
         self.own = on_cpu and product.has_own_layout() and product.can_read(weight.dtype, *weight.shape)
-        self.packed = on_cpu and not self.own and _library_packs(weight.dtype)
+        self.packed = on_cpu and not self.own and library_packs(weight.dtype)
         if self.own:
             weight = product.pack(weight)
         elif self.packed:
@@ -127,7 +127,8 @@ class PackedLinear(torch.nn.Module):
         return None
 
 
-def _library_packs(dtype: torch.dtype) -> bool:
+def library_packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN can be given weights of a type laid out once, on this processor."""
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 

@@ -16,7 +16,19 @@ from numba import carray, njit, types
 from numba.extending import intrinsic
 
 from batchrun_kernels.cpu.after import NONE, finish
-from batchrun_kernels.cpu.emit import BYTE, FLOAT, FLOATS, I16, LANES, LINE, few_registers, pointer_to, prefetch, store, word
+from batchrun_kernels.cpu.emit import (
+    BYTE,
+    FLOAT,
+    FLOATS,
+    I16,
+    LANES,
+    LINE,
+    few_registers,
+    pointer_to,
+    prefetch,
+    store,
+    word,
+)
 from batchrun_kernels.cpu.scalar import widen
 from batchrun_kernels.cpu.tile import PANEL, element_steps, inner_products
 
