@@ -4,9 +4,9 @@ For few rows a product is bound by reading its weights, and a library call by it
 weights at memory speed up to about eight rows, and computes near the processor's peak from about 32 on. What follows
 a product elementwise (bias, residual, gated activation) is done while its results are in the cache.
 
-With AVX512-BF16 the weights are as oneDNN lays them out for its own kernels, so one copy serves both: W [N, K] in panels
-of 64 output features, each panel [K / 2, 64, 2]. Elsewhere the library has no bfloat16, or only a slow one, and `pack`
-lays them out: panels of 64 features as [64 / S, K / 2, S, 2], S being SIDE of wide.py.
+With AVX512-BF16 the weights are as oneDNN lays them out for its own kernels, so one copy serves both: W [N, K] in
+panels of 64 output features, each panel [K / 2, 64, 2]. Elsewhere the library has no bfloat16, or only a slow one, and
+`pack` lays them out: panels of 64 features as [64 / S, K / 2, S, 2], S being SIDE of wide.py.
 
 `product(x, x_stride, rows, depth, w, bias, add, out, features, kind, first, last, coming)` is out [rows, features] =
 x [rows, depth] W^T + bias + add, all bfloat16 at addresses, x_stride in elements. features must be a multiple of 64 and
