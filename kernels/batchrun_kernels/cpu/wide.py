@@ -4,6 +4,9 @@ Intel's server processors have two units that multiply and add float32, and take
 pairs: widening the weights in registers, for as many rows at once as registers hold sums of, is nearly twice as fast.
 A bfloat16 is the upper half of a float32, so a word that holds a pair gives both in one instruction each; products are
 exact, and sums rounded as float32. Weights are as product.py says.
+
+With AVX2 a vector of 16 floats takes two registers of 16, so that fewer rows and features are taken at once; those that
+are, lie side by side, and are read in their order.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ from batchrun_kernels.cpu.emit import (
 from batchrun_kernels.cpu.scalar import widen
 from batchrun_kernels.cpu.tile import PANEL, element_steps, inner_products
 
-ROWS = 6 if few_registers() else 12  # 12 x 2 vectors of sums leave 8 of 32 registers for the operands
+# 12 x 2 vectors of sums leave 8 of 32 registers for the operands; 6 x 1 leave 4 of 16 that are half as large.
+ROWS = 6 if few_registers() else 12
 FEW = 6 if few_registers() else 4  # up to so many rows there is code for each number
 SIDE = LANES if few_registers() else PANEL  # features of a panel that lie side by side
 BLOCK_ROWS = 8 * ROWS  # which stay in the second level of the cache as float32
@@ -87,8 +91,8 @@ def _both_halves(x, w, pairs, out, ahead, rows, lines):
     """A panel in two passes of two vectors of features."""
     multiply(x, w, pairs, out, ahead, rows, 2, lines)
     half = 2 * LANES
-    skip = 4 * half * pairs if SIDE == LANES else 4 * half
-    multiply(x, w + skip, pairs, out + 4 * half, ahead + LINE * lines * pairs, rows, 2, lines)
+    skip = half * pairs if SIDE == LANES else half
+    multiply(x, w + 4 * skip, pairs, out + 4 * half, ahead + LINE * lines * pairs, rows, 2, lines)
 
 
 @njit(nogil=True)
