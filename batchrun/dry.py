@@ -23,6 +23,7 @@ from batchrun.engine.attention.registry import attention_backend, page_size
 from batchrun.engine.checkpoint import Checkpoint
 from batchrun.engine.kv_cache import blocks_for
 from batchrun.engine.kv_layout import KvLayout
+from batchrun.engine.linear import library_packs
 from batchrun.engine.memory import KvShape, kv_budget
 from batchrun.engine.model import choose_device, choose_dtype
 from batchrun.engine.support import encoder_class
@@ -169,7 +170,7 @@ def _print_lengths(sample: Sample, rows: int) -> None:
 def _print_memory(job: Job, sample: Sample) -> None:
     engine, checkpoint = job.config.engine, job.checkpoint
     device = choose_device(job.config.model.device)
-    dtype = kv_dtype(engine.kv_cache_dtype, choose_dtype(job.config.model.dtype, checkpoint, device))
+    dtype = kv_dtype(engine.kv_cache_dtype, choose_dtype(job.config.model.dtype, checkpoint, device, engine))
     shape = KvShape.of(checkpoint.text_config, dtype)
     layout, longest = KvLayout.of(shape.layers), job.task.max_length
     # A plan may be made on a machine without the GPU of the run.
@@ -201,7 +202,10 @@ def _print_time(job: Job, sample: Sample) -> None:
         return
     config = job.config
     device = choose_device(config.model.device)
-    dtype = choose_dtype(config.model.dtype, job.checkpoint, device)
+    encodes = job.task.pooler is not None
+    dtype = choose_dtype(config.model.dtype, job.checkpoint, device, config.engine, encodes=encodes)
+    if device.type == "cpu" and not library_packs(dtype):
+        dtype = torch.float32  # which our kernels widen to
     parameters, rate = count_parameters(job.checkpoint, job.task.purpose), matmul_rate(dtype, device)
     prompts = int(sample.mean * sample.per_row * job.plan.rows)
     caches, generates = job.task.pooler is None and config.engine.prefix_caching, job.task.max_tokens > 0

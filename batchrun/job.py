@@ -46,7 +46,8 @@ class Job:
     def settings(self) -> dict[str, Any]:
         """What decides a completion, by key, with every `auto` and every file resolved."""
         settings = config.identity(self.config)
-        dtype = choose_dtype(self.config.model.dtype, self.checkpoint, choose_device(self.config.model.device))
+        device, encodes = choose_device(self.config.model.device), self.task.pooler is not None
+        dtype = choose_dtype(self.config.model.dtype, self.checkpoint, device, self.config.engine, encodes=encodes)
         settings["model.dtype"] = dtype_name(self.config.model.dtype, dtype)
         settings["model.max_model_len"] = self.task.max_length
         settings["model.files"] = self.checkpoint.identity()

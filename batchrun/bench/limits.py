@@ -138,10 +138,13 @@ def measure_limits(shape: ModelShape, dtype: str, device: str, threads: int) -> 
 def _measure(shape: ModelShape, dtype: str, device: str, threads: int) -> Limits:
     import torch
 
+    from batchrun.engine.linear import library_packs
+
     torch.set_num_threads(threads)
     place, kinds = torch.device(device), {getattr(torch, dtype)}
     if place.type == "cpu":
         kinds.add(torch.float32)  # which some processors multiply faster than 16 bits
+        kinds = {kind for kind in kinds if kind != torch.bfloat16 or library_packs(kind)}
     hidden, inner = shape.hidden, shape.feed_forward
     square = CUDA_SQUARE if place.type == "cuda" else SQUARE
     sizes = [(square, square, square)]
@@ -166,10 +169,12 @@ def _products(m: int, k: int, n: int, dtype: Any, device: Any) -> list[Callable[
     """Ways to multiply [m, k] by the transpose of [n, k]: as it is, and with the weight packed beforehand."""
     import torch
 
+    from batchrun.engine.linear import library_packs
+
     x = torch.randn(m, k, device=device).to(dtype)
     weight = torch.randn(n, k, device=device).to(dtype)
     ways: list[Callable[[], Any]] = [lambda: torch.nn.functional.linear(x, weight)]
-    if device.type == "cpu" and dtype is torch.bfloat16 and torch.backends.mkldnn.is_available():
+    if device.type == "cpu" and dtype is torch.bfloat16 and library_packs(dtype):
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, m)
         ways.append(lambda: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], ""))
     return ways

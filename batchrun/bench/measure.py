@@ -184,7 +184,7 @@ def open_model(config: Config) -> Model:
     """Find the model and measure the machine. Raises ConfigError."""
     checkpoint = open_checkpoint(config.model, weights=True, offline=config.offline)
     device = choose_device(config.model.device)
-    dtype = choose_dtype(config.model.dtype, checkpoint, device)
+    dtype = choose_dtype(config.model.dtype, checkpoint, device, config.engine)
     shape, name = ModelShape.of(checkpoint, dtype), str(dtype).removeprefix("torch.")
     cores = usable_cores(config.engine.num_threads)
     log.info("measuring the machine's limits")

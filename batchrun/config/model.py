@@ -21,7 +21,8 @@ class ModelConfig:
     tokenizer: str | None = setting(None, "folder or hub id of another tokenizer", identity=True)
     dtype: str = setting(
         "auto",
-        "auto, float32, bfloat16, float16, or tf32: float32 with products in TF32, on an NVIDIA GPU",
+        "auto: the checkpoint's type, on a CPU where that is faster than float32; float32, bfloat16, float16, or tf32: "
+        "float32 with products in TF32, on an NVIDIA GPU",
         identity=True,
     )
     quantization: str = setting(

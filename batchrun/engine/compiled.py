@@ -236,7 +236,7 @@ def _lead_product(sizes: np.ndarray, team: Team, linear: PackedLinear, x: torch.
 def _addresses(linear: PackedLinear) -> tuple[int, int]:
     """Of a packed weight and its bias, 0 for none."""
     bias = 0 if linear.bias is None else linear.bias.data_ptr()
-    return torch.ops.mkldnn.data_ptr(linear.weight), bias
+    return linear.address(), bias
 
 
 def _address(array: np.ndarray) -> int:

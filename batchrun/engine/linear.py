@@ -31,7 +31,8 @@ class PackedLinear(torch.nn.Module):
     """y [M, out] = x [M, in] W^T + b, for the rows of several `nn.Linear` stacked into one product.
 
     `F.linear` lays the weight out anew for each call; oneDNN can be given it laid out once, and where a kernel of ours
-    can read that layout it has less overhead (see product.py and matrix.py in batchrun_kernels/cpu).
+    can read that layout it has less overhead (see product.py and matrix.py in batchrun_kernels/cpu). On processors for
+    which oneDNN has no bfloat16 that is fast, weights are laid out for our kernel alone.
     """
 
     def __init__(self, linears: Sequence[Any]) -> None:
@@ -44,22 +45,37 @@ class PackedLinear(torch.nn.Module):
         if any(linear.bias is not None for linear in linears):
             biases = [weight.new_zeros(x.out_features) if x.bias is None else x.bias.detach() for x in linears]
             self.bias = torch.cat(biases)
-        self.packed = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
-        if self.packed:
+        on_cpu = weight.device.type == "cpu"
+        # Laid out by us and for our kernel alone, or by the library.
+        self.own = on_cpu and product.has_own_layout() and product.can_read(weight.dtype, *weight.shape)
+        self.packed = on_cpu and not self.own and library_packs(weight.dtype)
+        if self.own:
+            weight = product.pack(weight)
+        elif self.packed:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_ROWS)
         self.weight = weight
-        self.kernel: Any = None
+        self.kernel: Any = product if self.own else None
         if self.packed:
             self.kernel = self._choose_kernel()
 
     def dense(self) -> torch.Tensor:
         """The weight [out, in], laid out as usual."""
+        if self.own:
+            return product.unpack(self.weight)
         return self.weight.to_dense() if self.packed else self.weight
+
+    def address(self) -> int:
+        """Where the weight lies, as the kernel takes it."""
+        return self.weight.data_ptr() if self.own else int(torch.ops.mkldnn.data_ptr(self.weight))
 
     def forward(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., in]; `add` [..., out] is added before the result is rounded."""
         if x.dim() == 2 and self._has_kernel():
             return self._own(x, add, NONE)
+        if self.own:
+            rows = x.reshape(-1, self.in_features)
+            more = None if add is None else add.reshape(-1, self.out_features)
+            return self._own(rows, more, NONE).view(*x.shape[:-1], self.out_features)
         if not self.packed:
             y = F.linear(x, self.weight, self.bias)
             return y if add is None else y + add
@@ -75,11 +91,11 @@ class PackedLinear(torch.nn.Module):
 
     def _has_kernel(self) -> bool:
         # Ours compute in one thread: where torch has more, oneDNN has them all.
-        return self.kernel is not None and torch.get_num_threads() == 1
+        return self.own or (self.kernel is not None and torch.get_num_threads() == 1)
 
     def _own(self, x: torch.Tensor, add: torch.Tensor | None, kind: int) -> torch.Tensor:
         features = self.out_features if kind == NONE else self.out_features // 2
-        out, weight = x.new_empty(len(x), features), torch.ops.mkldnn.data_ptr(self.weight)
+        out, weight = x.new_empty(len(x), features), self.address()
         self.kernel.product(
             x.data_ptr(),
             x.stride(0),
@@ -109,6 +125,11 @@ class PackedLinear(torch.nn.Module):
             if float(difference.norm()) <= PROBE_ERROR * float(expected.norm()):
                 return self.kernel
         return None
+
+
+def library_packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN can be given weights of a type laid out once, on this processor."""
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 class PackedHead(PackedLinear):

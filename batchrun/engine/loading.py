@@ -26,6 +26,7 @@ from batchrun.engine.host_pages import active_parameters, check_swap, make_swap
 from batchrun.engine.invariance import check_invariance, check_setting, make_invariant
 from batchrun.engine.kv_scales import read_scales
 from batchrun.engine.layers import fuse_model
+from batchrun.engine.linear import library_packs
 from batchrun.engine.lora import install, name_products
 from batchrun.engine.memory import make_pool
 from batchrun.engine.model import PagedModel, choose_device, choose_dtype, load_model
@@ -85,7 +86,7 @@ def _load(
     pooler: Pooler | None,
     device: torch.device,
 ) -> Engine | Encoder:
-    dtype = choose_dtype(checkpoint.model.dtype, checkpoint, device)
+    dtype = choose_dtype(checkpoint.model.dtype, checkpoint, device, config, encodes=pooler is not None)
     check_quantized(checkpoint, device, dtype)
     if config.torch_compile:
         torch_compile.check_compile(config, checkpoint, device, encodes=pooler is not None)
@@ -148,6 +149,8 @@ def _load(
     model.backend = cache
     if isinstance(cache, CpuAttention) and not config.batch_invariant and can_compile(model, paged, dtype):
         compile_layers(model, cache, config.num_threads)
+    elif device.type == "cpu" and dtype == torch.bfloat16 and not library_packs(dtype):
+        log.warning("layers in bfloat16 that are not compiled are slow on this CPU: set model.dtype=float32")
     eos_ids = eos_token_ids(checkpoint, tokenizer)
     engine = Engine(
         model,

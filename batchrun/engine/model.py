@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from batchrun.config import EngineConfig
 from batchrun.engine import hook
 from batchrun.engine.adapted import adapted
 from batchrun.engine.attention.base import AttentionBackend, LayerCall, LayerGeometry
@@ -19,6 +20,7 @@ from batchrun.engine.feedback import Feedback
 from batchrun.engine.gguf import loading_options, no_bar
 from batchrun.engine.head import Head
 from batchrun.engine.kv_layout import KvLayout
+from batchrun.engine.layer_calls import settings_allow, shape_allows
 from batchrun.engine.lora import merge
 from batchrun.engine.precision import check_tf32, keep_angles_exact
 from batchrun.engine.prequantized import placement
@@ -240,9 +242,12 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def choose_dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
-    """`auto` is the checkpoint's type; on a CPU float16 becomes float32, and bfloat16 too where the
-    processor has no instructions for it, since emulating either is slower than float32. For `tf32`, float32.
+def choose_dtype(
+    name: str, checkpoint: Checkpoint, device: torch.device, engine: EngineConfig, *, encodes: bool = False
+) -> torch.dtype:
+    """`auto` is the checkpoint's type; on a CPU float16 becomes float32, since emulating it is slower, and bfloat16 too
+    where the processor has no instructions for it, unless the model's layers will be compiled, which widen it in
+    registers. For `tf32`, float32. `encodes`: the model gives vectors of texts.
 
     Raises ConfigError for tf32 on a device that has not got it.
     """
@@ -254,7 +259,10 @@ def choose_dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> tor
         return dtype
     stored = getattr(checkpoint.text_config, "dtype", None) or getattr(checkpoint.config, "dtype", None)
     dtype = stored if isinstance(stored, torch.dtype) else torch.float32
-    if device.type == "cpu" and (dtype == torch.float16 or (dtype == torch.bfloat16 and not _cpu_has_bfloat16())):
+    if device.type != "cpu" or dtype not in (torch.float16, torch.bfloat16):
+        return dtype
+    compiles = not encodes and settings_allow(checkpoint, engine) and shape_allows(checkpoint.text_config)
+    if dtype == torch.float16 or not (_cpu_has_bfloat16() or compiles):
         log.info("the checkpoint is %s; computing in float32 on this CPU", dtype)
         return torch.float32
     return dtype

@@ -17,12 +17,12 @@ from batchrun.engine.checkpoint import Checkpoint, load_tokenizer
 from batchrun.engine.deltas import Piece
 from batchrun.engine.encoder import Encoder
 from batchrun.engine.engine import Engine
+from batchrun.engine.layer_calls import settings_allow
 from batchrun.engine.model import choose_device, choose_dtype
 from batchrun.engine.params import Completion
 from batchrun.engine.pooler import Pooler
 from batchrun.engine.stats import StepStats
 from batchrun.errors import BatchrunError
-from batchrun_kernels.cpu.product import has_bfloat16_products
 
 SMALL_MODEL_BYTES = 2**31
 ROWS_PER_THREAD = 48
@@ -79,18 +79,8 @@ def place_workers(
 
 
 def _compiles(checkpoint: Checkpoint, config: EngineConfig) -> bool:
-    """Whether layers will run as compiled calls, as far as settings and processor tell; see `can_compile`."""
-    model = checkpoint.model
-    return (
-        choose_dtype(model.dtype, checkpoint, torch.device("cpu")) == torch.bfloat16
-        and has_bfloat16_products()
-        and config.attention in ("auto", "cpu")
-        and config.fused_layers
-        and not config.batch_invariant
-        and config.kv_cache_dtype == "auto"
-        and model.quantization != "int8"
-        and not checkpoint.adapters
-    )
+    dtype = choose_dtype(checkpoint.model.dtype, checkpoint, torch.device("cpu"), config)
+    return dtype == torch.bfloat16 and settings_allow(checkpoint, config)
 
 
 def serve(

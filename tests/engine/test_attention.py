@@ -20,7 +20,7 @@ from batchrun.engine.params import Request
 from batchrun.engine.sequence import Sequence
 from batchrun.engine.slots import Slots
 from batchrun_kernels.cpu import attention as cpu_kernels
-from batchrun_kernels.cpu.product import has_bfloat16_products
+from batchrun_kernels.cpu.emit import processor_has
 
 CPU = torch.device("cpu")
 
@@ -247,7 +247,7 @@ def test_units_that_multiply_bfloat16(
     if unit != "the fastest":
         monkeypatch.setattr(cpu, "has_matrix_unit", lambda: False)
         monkeypatch.setattr(cpu_kernels, "pairs_at_full_rate", lambda: unit == "pairs")
-    if unit == "pairs" and not has_bfloat16_products():
+    if unit == "pairs" and not processor_has("avx512bf16"):
         pytest.skip("this processor has no AVX512-BF16")
     monkeypatch.setattr(cpu, "MIN_GROUP_ROWS", 2)
     monkeypatch.setattr(cpu, "MIN_SAVED_BLOCKS", 1)

@@ -21,7 +21,7 @@ from batchrun.engine.params import SamplingParams
 from batchrun_kernels.cpu.product import has_bfloat16_products
 from tests.engine.families import VOCABULARY, build_model, make_model, random_prompt
 
-pytestmark = pytest.mark.skipif(not has_bfloat16_products(), reason="this processor has no AVX512-BF16")
+pytestmark = pytest.mark.skipif(not has_bfloat16_products(), reason="this processor has neither AVX512 nor AVX2")
 
 # Sizes without padding in the packed layout, so that our kernels can read them.
 WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "vocab_size": VOCABULARY}

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from batchrun.config import EngineConfig, ModelConfig
+from batchrun.engine import layer_calls
 from batchrun.engine import worker as worker_module
 from batchrun.engine.checkpoint import Checkpoint, open_checkpoint
 from batchrun.engine.llm import LLM
@@ -184,7 +185,7 @@ def test_where_workers_run(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None
     one = [Placement("cpu", (0, 1, 2, 3), 4)]
     assert place_workers(checkpoint, auto, rows=1000) == [Placement("cpu", (i,), 1) for i in range(4)]
     assert place_workers(checkpoint, auto, rows=10) == one
-    monkeypatch.setattr(worker_module, "has_bfloat16_products", lambda: True)
+    monkeypatch.setattr(layer_calls, "has_bfloat16_products", lambda: True)
     halves = open_folder(llama, dtype="bfloat16")
     pairs = [Placement("cpu", (0, 1), 2), Placement("cpu", (2, 3), 2)]
     assert place_workers(halves, auto, rows=1000) == pairs

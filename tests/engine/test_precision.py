@@ -62,7 +62,7 @@ def test_is_refused_on_other_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_weights_are_float32_and_the_job_is_another(monkeypatch: pytest.MonkeyPatch, llama: Path) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     checkpoint = open_checkpoint(ModelConfig(str(llama)))
-    dtype = choose_dtype("tf32", checkpoint, CUDA)
+    dtype = choose_dtype("tf32", checkpoint, CUDA, Config().engine)
     assert dtype == torch.float32
     assert (dtype_name("tf32", dtype), dtype_name("auto", dtype)) == ("tf32", "float32")
 

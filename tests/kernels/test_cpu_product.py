@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,10 +16,13 @@ from batchrun.engine.linear import PackedHead, PackedLinear
 from batchrun_kernels.cpu import pairs, product, wide
 from batchrun_kernels.cpu.after import GELU_TANH, NONE, SILU
 from batchrun_kernels.cpu.amx import has_matrix_unit
+from batchrun_kernels.cpu.emit import processor_has
 
 ROUNDING = 2**-8  # of bfloat16, relative to the largest result
 
-needs_bfloat16 = pytest.mark.skipif(not product.has_bfloat16_products(), reason="this processor has no AVX512-BF16")
+needs_bfloat16 = pytest.mark.skipif(
+    not product.has_bfloat16_products(), reason="this processor has neither AVX512 nor AVX2"
+)
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -39,6 +48,8 @@ def in_panels_of_64(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     """Products by one of the two ways that vectors have, whichever is this processor's."""
     if has_matrix_unit():
         pytest.skip("a processor with AMX lays weights out in other panels")
+    if request.param is pairs and not processor_has("avx512bf16"):
+        pytest.skip("this processor has no AVX512-BF16")
     monkeypatch.setattr(product, "product", request.param.product)
 
 
@@ -90,6 +101,55 @@ def test_head_takes_any_rows() -> None:
     linear.weight.data = w
     x = random(1, 300, 32)
     assert_close(PackedHead([linear])(x), x.double() @ w.double().T)
+
+
+@needs_bfloat16
+def test_a_packed_weight_can_be_had_back_and_takes_rows_of_any_shape() -> None:
+    x, w = random(2, 5, 96), random(128, 96)
+    linear = packed(w)
+    assert torch.equal(linear.dense(), w)
+    assert_close(linear(x), x.double() @ w.double().T)
+
+
+def test_layout_has_features_side_by_side_and_pairs_of_depth() -> None:
+    w = random(128, 96)
+    laid = product.pack(w)
+    assert torch.equal(product.unpack(laid), w)
+    assert laid[1, 3, 5].tolist() == w[wide.SIDE + 5, 6:8].tolist()
+
+
+FEATURES = "+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt"
+WIDER = FEATURES + ",+avx512f,+avx512bw,+avx512dq,+avx512vl"
+GENERATE = """
+from numba import types
+from batchrun_kernels.cpu import product
+product.product.compile((types.int64,) * 13)
+code = product.product.inspect_asm(product.product.signatures[0])
+print(code.count("vfmadd"), code.count("zmm"), code.count("vdpbf16ps"))
+"""
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="code for x86")
+@pytest.mark.parametrize(
+    ("processor", "features", "floats", "wide_registers", "pairs_of_bfloat16"),
+    [
+        ("haswell", FEATURES, True, False, False),
+        ("skylake-avx512", WIDER, True, True, False),
+        ("sapphirerapids", WIDER + ",+avx512bf16", True, True, False),
+        ("znver4", WIDER + ",+avx512bf16", False, True, True),
+    ],
+)
+def test_code_for_other_processors(
+    processor: str, features: str, floats: bool, wide_registers: bool, pairs_of_bfloat16: bool, tmp_path: Path
+) -> None:
+    """Compiled and not run."""
+    other = {"NUMBA_CPU_NAME": processor, "NUMBA_CPU_FEATURES": features, "NUMBA_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", GENERATE], env={**os.environ, **other}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    multiplied, wider, paired = map(int, done.stdout.split())
+    assert (multiplied > 50, wider > 0, paired > 0) == (floats, wide_registers, pairs_of_bfloat16)
 
 
 @pytest.mark.parametrize(("features", "depth"), [(63, 32), (64, 33), (100, 96)])

@@ -43,9 +43,12 @@ class Engine:
             self.used = False
 
     def _build(self) -> Any:
+        import openvino
         import openvino_genai
 
         settings, precision = self.spec["settings"], PRECISIONS[self.spec["dtype"]]
+        if precision == "bf16" and "BF16" not in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+            precision = "f32"  # it refuses to compute in a type that the processor has no instructions for
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.cache_size = max(1, round(self.spec["kv_cache_gib"]))
         scheduler.max_num_seqs = settings["max_num_seqs"]

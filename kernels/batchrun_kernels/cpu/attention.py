@@ -165,8 +165,8 @@ def attend(
     positions int64 [T]; window 0 and softcap 0 are none; sinks float32 [Hq], or [0] for none. Tokens with joined[t]
     have a span that is not final before their final one, and their state in between is kept: tops [T, Hq] in units of
     log2, totals [T, Hq], sums [T, Hq, width], all float32.
-    Bytes: each visible K and V element once for every 12 query rows, or 32 with AMX. FLOPs: 2 (Dk + Dv) per query head
-    and visible key.
+    Bytes: each visible K and V element once for every 12 query rows, 6 with AVX2, or 32 with AMX. FLOPs: 2 (Dk + Dv)
+    per query head and visible key.
     """
     kv_heads, panels, pairs, lanes, inner = (
         k_pages.shape[1], k_pages.shape[2], k_pages.shape[3], k_pages.shape[4], k_pages.shape[5]

@@ -46,6 +46,11 @@ def pairs_at_full_rate() -> bool:
     return processor_has("avx512bf16") and name.startswith("znver")
 
 
+def few_registers() -> bool:
+    """Whether there are 16 vector registers of 8 floats (AVX2), and not 32 of 16 (AVX512): fewer sums stay in them."""
+    return processor_has("avx2") and not processor_has("avx512f")
+
+
 def word(value: int) -> ir.Constant:
     return ir.Constant(I64, value)
 

@@ -29,6 +29,7 @@ from batchrun_kernels.cpu.emit import (
     LANES,
     WORDS,
     BFloat,
+    few_registers,
     fma,
     load,
     pointers,
@@ -38,9 +39,13 @@ from batchrun_kernels.cpu.emit import (
     word,
 )
 
-ROWS = 12
-COUNTS = (1, 2, 3, 4, 6, 8, 10, 12)  # of rows that there is code for
-FEW = 4  # rows for which four vectors of columns are taken at once, else two: 24 of 32 registers hold sums
+# Numbers of rows that there is code for, each with the vectors of columns that are taken at once. The most sums take 24
+# of 32 registers; of 16 half as large ones, 12.
+if few_registers():
+    COLUMNS = {1: 2, 2: 2, 3: 1, 4: 1, 5: 1, 6: 1}
+else:
+    COLUMNS = {1: 4, 2: 4, 3: 4, 4: 4, 6: 2, 8: 2, 10: 2, 12: 2}
+ROWS = max(COLUMNS)
 PANEL_LANES = 4
 PANEL = LANES * PANEL_LANES  # features of a packed weight that lie side by side
 
@@ -209,7 +214,7 @@ def add_values(context, sizes, p, p_at, p_stride, v, v_at, out, rows, ahead):
 
 def _columns(count: int, width: int) -> list[range]:
     """The vectors of `width` columns that are taken at once with so many rows."""
-    vectors, most = width // LANES, PANEL_LANES if count <= FEW else PANEL_LANES // 2
+    vectors, most = width // LANES, COLUMNS[count]
     return [range(first, min(first + most, vectors)) for first in range(0, vectors, most)]
 
 
@@ -217,7 +222,7 @@ def _for_each_count(builder: Any, rows: Any, emit: Callable[[int], None]) -> Non
     """Emit a kernel for some numbers of rows, and the choice of the least that is enough."""
     end = builder.append_basic_block("end")
     choice = builder.switch(rows, end)
-    for before, count in pairwise((0, *COUNTS)):
+    for before, count in pairwise((0, *COLUMNS)):
         block = builder.append_basic_block(f"rows{count}")
         for number in range(before + 1, count + 1):
             choice.add_case(word(number), block)

@@ -4,6 +4,9 @@ Intel's server processors have two units that multiply and add float32, and take
 pairs: widening the weights in registers, for as many rows at once as registers hold sums of, is nearly twice as fast.
 A bfloat16 is the upper half of a float32, so a word that holds a pair gives both in one instruction each; products are
 exact, and sums rounded as float32. Weights are as product.py says.
+
+With AVX2 a vector of 16 floats takes two registers of 16, so that fewer rows and features are taken at once; those that
+are, lie side by side, and are read in their order.
 """
 
 from __future__ import annotations
@@ -16,12 +19,26 @@ from numba import carray, njit, types
 from numba.extending import intrinsic
 
 from batchrun_kernels.cpu.after import NONE, finish
-from batchrun_kernels.cpu.emit import BYTE, FLOAT, FLOATS, I16, LANES, LINE, pointer_to, prefetch, store, word
+from batchrun_kernels.cpu.emit import (
+    BYTE,
+    FLOAT,
+    FLOATS,
+    I16,
+    LANES,
+    LINE,
+    few_registers,
+    pointer_to,
+    prefetch,
+    store,
+    word,
+)
 from batchrun_kernels.cpu.scalar import widen
 from batchrun_kernels.cpu.tile import PANEL, element_steps, inner_products
 
-ROWS = 12  # 12 x 2 vectors of sums leave 8 of 32 registers for the operands
-FEW = 4  # up to so many rows, four vectors of sums for each are taken at once, and weights in their order
+# 12 x 2 vectors of sums leave 8 of 32 registers for the operands; 6 x 1 leave 4 of 16 that are half as large.
+ROWS = 6 if few_registers() else 12
+FEW = 6 if few_registers() else 4  # up to so many rows there is code for each number
+SIDE = LANES if few_registers() else PANEL  # features of a panel that lie side by side
 BLOCK_ROWS = 8 * ROWS  # which stay in the second level of the cache as float32
 SLOW_TILES = 2  # of rows, in which there is only just time to fetch the coming panel
 
@@ -48,7 +65,9 @@ def multiply(context, x, w, pairs, out, ahead, rows, columns, lines):
             return builder.add(builder.mul(index, word(2 * count)), word(2 * row))
 
         def w_at(column: int, index: Any) -> Any:
-            return builder.add(builder.mul(index, word(2 * PANEL)), word(2 * LANES * column))
+            part, place = divmod(column * LANES, SIDE)
+            row = builder.add(builder.mul(pairs, word(part)), index) if part else index
+            return builder.add(builder.mul(row, word(2 * SIDE)), word(2 * place))
 
         def meanwhile(index: Any) -> None:
             coming = builder.add(ahead, builder.mul(index, word(LINE * fetched)))
@@ -72,7 +91,8 @@ def _both_halves(x, w, pairs, out, ahead, rows, lines):
     """A panel in two passes of two vectors of features."""
     multiply(x, w, pairs, out, ahead, rows, 2, lines)
     half = 2 * LANES
-    multiply(x, w + 4 * half, pairs, out + 4 * half, ahead + LINE * lines * pairs, rows, 2, lines)
+    skip = half * pairs if SIDE == LANES else half
+    multiply(x, w + 4 * skip, pairs, out + 4 * half, ahead + LINE * lines * pairs, rows, 2, lines)
 
 
 @njit(nogil=True)
@@ -99,8 +119,33 @@ def _multiply_many(rows, x, w, pairs, out, ahead, lines):
         _both_halves(x, w, pairs, out, ahead, 6, lines)
 
 
+@njit(inline="always")
+def _quarters(x, w, pairs, out, ahead, rows):
+    """A panel in four passes of one vector of features."""
+    for part in range(PANEL // LANES):
+        skip = 4 * LANES * part
+        multiply(x, w + skip * pairs, pairs, out + skip, ahead + LINE * part * pairs, rows, 1, 1)
+
+
 @njit(nogil=True)
-def _multiply_rows(rows, x, w, pairs, out, ahead, lines):
+def _multiply_in_16_registers(rows, x, w, pairs, out, ahead, lines):
+    """`multiply` for 1 to 6 rows, all 64 features; the whole coming panel is fetched."""
+    if rows == 6:
+        _quarters(x, w, pairs, out, ahead, 6)
+    elif rows == 5:
+        _quarters(x, w, pairs, out, ahead, 5)
+    elif rows == 4:
+        _quarters(x, w, pairs, out, ahead, 4)
+    elif rows == 3:
+        _quarters(x, w, pairs, out, ahead, 3)
+    elif rows == 2:
+        _both_halves(x, w, pairs, out, ahead, 2, 2)
+    else:
+        _both_halves(x, w, pairs, out, ahead, 1, 2)
+
+
+@njit(nogil=True)
+def _multiply_in_32_registers(rows, x, w, pairs, out, ahead, lines):
     """`multiply` for as many rows as `_held` gives, all 64 features; 1 or 2 lines fetched per pair and pass."""
     if rows <= FEW:
         _multiply_few(rows, x, w, pairs, out, ahead)
@@ -108,6 +153,9 @@ def _multiply_rows(rows, x, w, pairs, out, ahead, lines):
         _multiply_many(rows, x, w, pairs, out, ahead, 1)
     else:
         _multiply_many(rows, x, w, pairs, out, ahead, 2)
+
+
+_multiply_rows = _multiply_in_16_registers if few_registers() else _multiply_in_32_registers
 
 
 @njit(inline="always")
