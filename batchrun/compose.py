@@ -215,6 +215,8 @@ def _explained() -> Iterator[None]:
         yield
     except yaml.YAMLError as error:
         raise ConfigError(f"a config file is not YAML: {error}") from None
+    except RecursionError:
+        raise ConfigError("a config file names itself in its `defaults`, or two name each other") from None
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_explain(error)) from None
 
