@@ -19,14 +19,15 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, InterpolationResolutionError, OmegaConfBaseException
 
 from batchrun.assets import asset, cache_folder
 from batchrun.config import Config
 from batchrun.errors import ConfigError
-from batchrun.overrides import GROUPS, PROMPT_SOURCES, decode, emptied, encode, split_list, suggest, translate
+from batchrun.overrides import GROUPS, PROMPT_SOURCES, emptied, suggest, translate
+from batchrun.typed import decode, encode, split_list
 
 SEARCH_PATH = "hydra.searchpath"
 
@@ -214,12 +215,19 @@ def _explained() -> Iterator[None]:
         yield
     except yaml.YAMLError as error:
         raise ConfigError(f"a config file is not YAML: {error}") from None
+    except RecursionError:
+        raise ConfigError("a config file names itself in its `defaults`, or two name each other") from None
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_explain(error)) from None
 
 
 def _explain(error: Exception) -> str:
     """What is wrong, where, and what to write instead, from the messages of an error and its cause."""
+    if isinstance(error, OverrideParseException):
+        return (
+            f"{error.override.lstrip('+')} cannot be read: a list is written [a, b] and a mapping {{a: 1, b: 2}}, with "
+            "quotes around a value that holds other signs than letters, digits and spaces"
+        )
     text = "\n".join(str(part) for part in (error, error.__cause__) if part and str(part))
     key = _match(r"full_key: (\S+)", text)
     file = _match(r"In '([^']+)'", text)

@@ -65,6 +65,9 @@ class Job:
         if self.config.output.path is None:
             raise ConfigError("output.path is not set: name a folder, e.g. output.path=out/labels")
         folder = Path(self.config.output.path).expanduser()
+        for place in (folder, *folder.parents):
+            if place.exists() and not place.is_dir():
+                raise ConfigError(f"output.path={folder}: {place} is a file: name a folder")
         # Parts among the input files would be input of the next run.
         for searched in (Path(path).expanduser() for path in self.config.input.path):
             if searched.is_dir() and folder.resolve().is_relative_to(searched.resolve()):

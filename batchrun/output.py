@@ -179,7 +179,7 @@ def _take(folder: Path, manifest: dict[str, Any], config: Config, claim: Claim) 
     """Make the folder this job's, now that no other process can."""
     with claim.alone():
         old = read_manifest(folder)
-        if old is not None and old["fingerprint"] != manifest["fingerprint"] and config.output.overwrite:
+        if old is not None and old.get("fingerprint") != manifest["fingerprint"] and config.output.overwrite:
             remove_output(folder, old)
     if not write_manifest(folder, manifest):
         check_manifest(read_manifest(folder) or {}, manifest, MAY_DIFFER if config.retry else ())

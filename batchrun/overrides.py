@@ -1,15 +1,14 @@
 """The command line's `key=value` pairs, rewritten so that Hydra's grammar reads them as they were meant.
 
 Hydra gives meaning to `=`, `,`, `{}`, `[]`, `#`, quotes and more inside a value, so a glob, a Hive path or a
-template cannot be typed plainly. The schema says which keys hold strings: their values are quoted here, unless
-they already are. Everything is a function of its arguments: nothing is read and nothing is imported from Hydra.
+template cannot be typed plainly. The schema says which keys hold strings: their values are quoted, unless they
+already are. Everything is a function of its arguments: nothing is read and nothing is imported from Hydra.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import os
 import re
 import types
 import typing
@@ -18,36 +17,12 @@ from typing import Any, NamedTuple
 
 from batchrun.config import Config
 from batchrun.errors import ConfigError
+from batchrun.typed import quote, quote_named
 
 GROUPS = ("model", "engine", "sampling", "prompt", "input", "output", "launch", "bench")
-PATH_KEYS = frozenset(
-    {
-        "model.path",
-        "model.tokenizer",
-        "input.path",
-        "output.path",
-        "output.merge_path",
-        "output.schema",
-        "prompt.template_file",
-        "structure.json",
-        "structure.grammar",
-    }
-)
-TEXT_KEYS = frozenset(
-    {
-        "prompt.template",
-        "prompt.system",
-        "prompt.prefill",
-        "prompt.chat_template",
-        "sampling.stop",
-        "sampling.bad_words",
-        "input.delimiter",
-    }
-)
 PROMPT_SOURCES = ("prompt.template", "prompt.template_file", "prompt.messages", "prompt.prompt_ids")
 SEVERAL_PROMPTS = "prompt.prompts"  # another source, a setting for each of its names
 GROUP_KEYS = {"input": "input.path", "output": "output.path"}
-QUOTED = re.compile(r"""(['"])((?:\\.|(?!\1).)*)\1""", re.DOTALL)
 
 # Names used elsewhere for what has another name here.
 OTHER_NAMES = {
@@ -75,7 +50,7 @@ class Override(NamedTuple):
 
 
 def leaf_types(schema: type = Config, prefix: str = "") -> dict[str, Any]:
-    """The type of every setting by its dotted key; `X | None` counts as X."""
+    """The type of every setting by its dotted key."""
     hints = typing.get_type_hints(schema)
     found: dict[str, Any] = {}
     for field in dataclasses.fields(schema):
@@ -83,13 +58,21 @@ def leaf_types(schema: type = Config, prefix: str = "") -> dict[str, Any]:
         if dataclasses.is_dataclass(hint):
             found |= leaf_types(typing.cast(type, hint), f"{key}.")
             continue
-        if isinstance(hint, types.UnionType):
-            hint = next(arm for arm in typing.get_args(hint) if arm is not type(None))
         found[key] = hint
     return found
 
 
-LEAVES = leaf_types()
+def _value_type(hint: Any) -> Any:
+    """X of `X | None`; any other type as it is."""
+    return next(arm for arm in typing.get_args(hint) if arm is not type(None)) if _is_optional(hint) else hint
+
+
+def _is_optional(hint: Any) -> bool:
+    return isinstance(hint, types.UnionType)
+
+
+LEAVES = {key: _value_type(hint) for key, hint in leaf_types().items()}
+OPTIONAL = {key for key, hint in leaf_types().items() if hint is Any or _is_optional(hint)}
 
 
 def translate(arguments: Iterable[str], options: Mapping[str, Sequence[str]]) -> list[str]:
@@ -145,14 +128,12 @@ def _translate(pair: Override, options: Mapping[str, Sequence[str]]) -> str:
     key, value = pair
     if key == "job" or key in GROUPS:
         return _choose(key, value, options.get(key, ()))
-    if typing.get_origin(LEAVES.get(key)) is dict and value.startswith("{"):
-        return f"++{key}={value}"
     if key in LEAVES:
-        return f"{key}={_quote(key, value, LEAVES[key])}"
+        added = "++" if typing.get_origin(LEAVES[key]) is dict else ""
+        return f"{added}{key}={quote(key, value, LEAVES[key], optional=key in OPTIONAL)}"
     for parent, hint in LEAVES.items():
         if typing.get_origin(hint) is dict and key.startswith(f"{parent}."):
-            text = typing.get_args(hint)[1] is str
-            return f"++{key}={encode(decode(value)) if text else value}"
+            return f"++{key}={quote_named(parent, key, value, typing.get_args(hint)[1])}"
     raise ConfigError(f"there is no setting {key!r}{suggest(key) or '; `batchrun --keys` lists all of them'}")
 
 
@@ -161,7 +142,7 @@ def _choose(group: str, value: str, options: Sequence[str]) -> str:
     if value in options:
         return f"{group}={value}"
     if group == "model" and value:
-        return f"model.path={_quote('model.path', value, str)}"
+        return f"model.path={quote('model.path', value, str, optional=True)}"
     nearest = difflib.get_close_matches(value, options, 1)
     hint = f"; did you mean {group}={nearest[0]}?" if nearest else ""
     if group in GROUP_KEYS:
@@ -182,98 +163,3 @@ def suggest(key: str) -> str:
     if guess is None and (near := difflib.get_close_matches(name, by_name, 1, 0.7)):
         guess = by_name[near[0]]
     return f": did you mean {guess}?" if guess and guess != key else ""
-
-
-def _quote(key: str, value: str, hint: Any) -> str:
-    """The value as Hydra's grammar must see it, by the type of the key."""
-    if value == "null":
-        return value
-    if hint is str:
-        return encode(_text(key, value))
-    if hint is Any:
-        return _quote_list(key, value) if _is_list(value) else encode(_text(key, value))
-    if value.startswith("${"):
-        return value
-    if hint is int:
-        return _whole_number(key, value)
-    if hint is float:
-        return _number(key, value)
-    if typing.get_origin(hint) is list and typing.get_args(hint)[0] is int:
-        return value if _is_list(value) else f"[{value}]"
-    return value
-
-
-def _whole_number(key: str, value: str) -> str:
-    plain = value.replace("_", "")
-    if re.fullmatch(r"[+-]?\d+", plain):
-        return str(int(plain))
-    try:
-        if (number := float(plain)).is_integer():
-            return str(int(number))
-    except (ValueError, OverflowError):
-        pass
-    raise ConfigError(f"{key}={value} is not a whole number: write it as 1000000, 1_000_000 or 1e6")
-
-
-def _number(key: str, value: str) -> str:
-    try:
-        return repr(float(value))
-    except ValueError:
-        raise ConfigError(f"{key}={value} is not a number") from None
-
-
-def _is_list(value: str) -> bool:
-    return value.startswith("[") and value.endswith("]")
-
-
-def _quote_list(key: str, value: str) -> str:
-    return f"[{','.join(encode(_text(key, item)) for item in split_list(value))}]"
-
-
-def split_list(value: str) -> list[str]:
-    """The elements of `[a, b]`, split at commas outside quotes and outside braces or brackets of a glob."""
-    inner = value[1:-1]
-    items, depth, start, i = [], 0, 0, 0
-    while i < len(inner):
-        quoted = QUOTED.match(inner, i) if inner[i] in "'\"" and not inner[start:i].strip() else None
-        if quoted is None and inner[i] == "," and depth == 0:
-            items.append(inner[start:i])
-            start = i + 1
-        depth += (inner[i] in "[{") - (inner[i] in "]}")
-        i = quoted.end() if quoted else i + 1
-    items = [item.strip() for item in [*items, inner[start:]]]
-    return [] if items == [""] else items
-
-
-def _text(key: str, value: str) -> str:
-    """What the string means: quotes of Hydra's kind taken off, ~ or escapes expanded, by the key."""
-    text = decode(value)
-    if key in PATH_KEYS:
-        return os.path.expanduser(text)
-    return literal(unescape(text)) if key in TEXT_KEYS else text
-
-
-def decode(value: str) -> str:
-    """A value in quotes without them; any other value as it is."""
-    match = QUOTED.fullmatch(value)
-    if match is None:
-        return value
-    quote, inner = match[1], match[2]
-    return re.sub(rf"(\\+)(?={quote}|\Z)", lambda run: "\\" * (len(run[1]) // 2), inner)
-
-
-def encode(text: str) -> str:
-    """The text in single quotes, as Hydra's grammar reads it back: a backslash counts before a quote only."""
-    doubled = re.sub(r"(\\*)('|\Z)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), text)
-    return f"'{doubled}'"
-
-
-def unescape(text: str) -> str:
-    r"""The text with \n, \t, \r and \\ replaced by the characters they stand for."""
-    characters = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
-    return re.sub(r"\\([ntr\\])", lambda m: characters[m[1]], text)
-
-
-def literal(text: str) -> str:
-    """The text with `${` escaped, so that OmegaConf does not take it for an interpolation."""
-    return re.sub(r"(\\*)\$\{", lambda m: m[1] * 2 + "\\${", text)

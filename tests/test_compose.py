@@ -88,6 +88,7 @@ def test_chat_template_may_be_a_file_or_a_text(own: Path):
         (HEADER + "prompt: {template: 'a ${text}'}", r"prompt.template.*write \\\$\{ for the characters"),
         (HEADER + "prompt: {template: 'a ${text'}", r"prompt.template.*write \\\$\{ for the characters"),
         (HEADER + "defaults: [{override /sampling: nope}]", "Could not find 'sampling/nope'"),
+        (HEADER + "defaults: [own, _self_]", "a config file names itself in its `defaults`"),
         (HEADER + "a: {b: 1", "not YAML"),
         ("prompt: {template: x}", "must begin with the line `# @package _global_`"),
     ],

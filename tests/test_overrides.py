@@ -12,7 +12,8 @@ from omegaconf import OmegaConf
 from batchrun.compose import compose_config
 from batchrun.config import leaves
 from batchrun.errors import ConfigError
-from batchrun.overrides import LEAVES, decode, encode, literal, split_list, suggest, translate, unescape
+from batchrun.overrides import LEAVES, suggest, translate
+from batchrun.typed import decode, encode, literal, split_list, unescape
 
 OPTIONS = {"job": ["annotate", "demo"], "model": ["default"], "sampling": ["creative", "greedy"], "input": ["parquet"]}
 AWKWARD = st.text(st.sampled_from(list("\\'\"${}[],=#:~ab \n")) | st.characters(codec="utf-8"), max_size=30)

@@ -217,6 +217,15 @@ def test_a_reparse_and_a_worker_keep_out_of_each_other(tiny: Path, tmp_path: Pat
     assert "parsed" not in read(tmp_path / "out")[0]
 
 
+def test_a_file_in_the_place_of_a_part_is_not_reparsed(tiny: Path, tmp_path: Path) -> None:
+    runner.run(config(tiny, tmp_path))
+    part = sorted((tmp_path / "out").glob("*.parquet"))[1]
+    pq.write_table(pa.table({"completion": ["{}"], "finish_reason": ["stop"]}), part)
+    with pytest.raises(FingerprintMismatch, match=f"{part.name} was made with other settings"):
+        reparse_parts(tmp_path / "out", config(tiny, tmp_path, **PARSING).output)
+    assert "parsed" not in pq.read_schema(sorted((tmp_path / "out").glob("*.parquet"))[0]).names
+
+
 def test_overwriting_forgets_how_the_old_output_was_parsed(tiny: Path, tmp_path: Path) -> None:
     runner.run(config(tiny, tmp_path))
     reparse_parts(tmp_path / "out", config(tiny, tmp_path, **PARSING).output)

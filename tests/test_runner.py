@@ -325,6 +325,15 @@ def test_output_inside_the_input_folder_is_refused(tiny: Path, tmp_path: Path) -
     assert not (source / "out").exists()
 
 
+@pytest.mark.parametrize("below", ["", "/deeper/out"])
+def test_output_at_a_file_is_refused_before_the_model_loads(below: str, tiny: Path, tmp_path: Path) -> None:
+    write_input(tmp_path / "in", words(1))
+    (tmp_path / "out").write_text("kept")
+    with pytest.raises(ConfigError, match=r"out is a file: name a folder"):
+        runner.run(job(tiny, tmp_path / "in", Path(f"{tmp_path / 'out'}{below}")))
+    assert (tmp_path / "out").read_text() == "kept"
+
+
 def test_other_input_columns_are_another_output(tiny: Path, tmp_path: Path) -> None:
     source = write_input(tmp_path / "in", words(3))
     runner.run(job(tiny, source, tmp_path / "out"))

@@ -181,7 +181,7 @@ def test_parameters_of_rows_and_of_the_job_from_the_shell_to_the_text(tiny: Path
         ({"logit_bias": {256: 1}}, r"sampling\.logit_bias: token 256 .*0 to 255"),
         ({"allowed_token_ids": [300]}, r"sampling\.allowed_token_ids: token 300"),
         ({"stop_token_ids": [300]}, r"sampling\.stop_token_ids: token 300"),
-        ({"min_tokens": 7}, r"sampling\.min_tokens=7 .*between 0 and 6"),
+        ({"min_tokens": 7}, r"sampling\.min_tokens=7 .*between 0 and sampling\.max_tokens=6"),
     ],
 )
 def test_tokens_of_another_model_are_refused_before_it_loads(

@@ -73,7 +73,7 @@ class Config:
             one_of("retry", kind, RETRIES)
         # Here and not with the section, because a row may set one of the two alone.
         sampling = self.sampling
-        in_range("sampling.min_tokens", sampling.min_tokens, 0, sampling.max_tokens)
+        in_range("sampling.min_tokens", sampling.min_tokens, 0, sampling.max_tokens, "sampling.max_tokens")
         longest = sampling.repetition_max_pattern or MAX_PATTERN
         in_range("sampling.repetition_min_pattern", sampling.repetition_min_pattern, 1, longest)
         if sampling.adapter not in (None, *self.model.adapters):

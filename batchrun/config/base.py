@@ -6,7 +6,6 @@ value or a list is `Any`, normalised in `__post_init__`.
 
 from __future__ import annotations
 
-import math
 from dataclasses import field
 from typing import Any
 
@@ -26,9 +25,15 @@ def one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
         raise ConfigError(f"{key}={value!r} is not one of {', '.join(allowed)}")
 
 
-def in_range(key: str, value: float | None, low: float, high: float = math.inf) -> None:
+LARGEST = 2**63 - 1  # what Arrow and numpy hold as an integer
+LONGEST_S = 1e9  # thirty years: more than any run, and less than what a thread can wait for
+
+
+def in_range(key: str, value: float | None, low: float, high: float = LARGEST, high_is: str = "") -> None:
+    """Raise ConfigError for a value that is not a number from `low` to `high`, or to that of the setting `high_is`."""
     if value is not None and not low <= value <= high:
-        limit = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
+        most = f"{high_is}={high:g}" if high_is else f"{high:g}"
+        limit = f"at least {low:g}" if high == LARGEST and value < low else f"between {low:g} and {most}"
         raise ConfigError(f"{key}={value} is out of range: it must be {limit}")
 
 

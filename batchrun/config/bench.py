@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from batchrun.config.base import in_range, one_of, setting, strings
+from batchrun.config.base import LONGEST_S, in_range, one_of, setting, strings
 from batchrun.errors import ConfigError
 
 BENCH_KINDS = ("engines", "scheduler", "pipeline", "article", "structure", "choose", "gpu")
@@ -69,7 +69,7 @@ class BenchConfig:
         for count in self.waiting:
             in_range("bench.waiting", count, 0)
         in_range("bench.kv_cache_gib", self.kv_cache_gib, 0.01)
-        in_range("bench.limit_seconds", self.limit_seconds, 1)
+        in_range("bench.limit_seconds", self.limit_seconds, 1, LONGEST_S)
         self.engines = strings("bench.engines", self.engines)
         self.shapes = strings("bench.shapes", self.shapes)
         for shape in self.shapes:

@@ -83,5 +83,5 @@ class EngineConfig:
             raise ConfigError(
                 f"engine.gpu_memory_utilization={self.gpu_memory_utilization} must be above 0 and at most 1"
             )
-        if self.kv_cache_gib is not None and self.kv_cache_gib <= 0:
+        if self.kv_cache_gib is not None and not self.kv_cache_gib > 0:
             raise ConfigError(f"engine.kv_cache_gib={self.kv_cache_gib} must be above 0")

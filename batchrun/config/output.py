@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from batchrun.config.base import in_range, one_of, setting, strings
+from batchrun.config.base import LONGEST_S, in_range, one_of, setting, strings
 from batchrun.errors import ConfigError
 from batchrun.tool_calls import FORMATS
 
@@ -74,7 +74,7 @@ class OutputConfig:
             raise ConfigError("output.retry_invalid asks again for what does not parse: set output.parse=json too")
         if not self.parsed:
             raise ConfigError("output.parsed is empty: name the column for the parsed completion")
-        in_range("output.journal_seconds", self.journal_seconds, 0.01)
+        in_range("output.journal_seconds", self.journal_seconds, 0.01, LONGEST_S)
         in_range("output.merge_mib", self.merge_mib, 1)
         if not self.completion:
             raise ConfigError("output.completion is empty: name the column for the generated text")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from batchrun.config.base import in_range, setting
+from batchrun.config.base import LONGEST_S, in_range, setting
+from batchrun.errors import ConfigError
 
 
 @dataclass
@@ -24,7 +25,11 @@ class LaunchConfig:
 
     def __post_init__(self) -> None:
         in_range("launch.count", self.count, 1)
-        in_range("launch.index", self.index, 0, self.count - 1)
+        if not 0 <= self.index < self.count:
+            raise ConfigError(
+                f"launch.index={self.index} is out of range: launch.count={self.count} workers are numbered from 0 to "
+                f"{self.count - 1}"
+            )
 
 
 @dataclass
@@ -43,8 +48,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         in_range("run.max_error_rate", self.max_error_rate, 0, 1)
         in_range("run.min_rows", self.min_rows, 1)
-        in_range("run.drain_seconds", self.drain_seconds, 0)
-        in_range("run.stall_seconds", self.stall_seconds, 0.1)
+        in_range("run.drain_seconds", self.drain_seconds, 0, LONGEST_S)
+        in_range("run.stall_seconds", self.stall_seconds, 0.1, LONGEST_S)
         in_range("run.heartbeat_seconds", self.heartbeat_seconds, 0.1, 60)
 
 
@@ -56,4 +61,4 @@ class ReportConfig:
     metrics: bool = setting(True, "write per-row and per-step metrics as Parquet", identity=False)
 
     def __post_init__(self) -> None:
-        in_range("report.interval", self.interval, 0.1)
+        in_range("report.interval", self.interval, 0.1, LONGEST_S)

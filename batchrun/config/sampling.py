@@ -14,29 +14,32 @@ SEED_BY = ("row", "content")
 MAX_SAMPLES = 10_000
 MAX_PATTERN = 1024  # tokens that are looked back for repetition
 MAX_LOGPROBS = 1000
+MOST = 2**31 - 1  # beyond any window or vocabulary, and products of two still fit the engine's 64 bits
 FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # null: as the model's own files say
 
 
 class Range(NamedTuple):
-    """The numbers that a parameter may have: finite ones from `low` to `high`, without `low` itself if `above`."""
+    """The numbers that a parameter may have: those from `low` to `high`, without `low` itself if `above`."""
 
     low: float
-    high: float = math.inf
+    high: float = MOST
     above: bool = False
 
     @property
     def text(self) -> str:
         low = f"{'above' if self.above else 'at least'} {self.low:g}"
-        if self.high == math.inf:
+        if self.high == MOST:
             return low
         return f"{low} and at most {self.high:g}" if self.above else f"between {self.low:g} and {self.high:g}"
 
     def problem(self, value: float) -> str | None:
         """What is wrong with the value, or None."""
         beyond = value > self.low if self.above else value >= self.low
-        if beyond and value <= self.high and value < math.inf:
+        if beyond and value <= self.high:
             return None
-        return f"is out of range: it must be {self.text}{'' if -math.inf < value < math.inf else ' and finite'}"
+        finite = "" if -math.inf < value < math.inf else " and finite"
+        most = f" and at most {MOST}" if self.high == MOST < value < math.inf else ""
+        return f"is out of range: it must be {self.text}{finite}{most}"
 
 
 # Limits of a job's setting, of a row's own value, and of the same field of SamplingParams.

@@ -51,10 +51,15 @@ def build_manifest(settings: Mapping[str, Any], files: Sequence[InputFile], **ex
 
 
 def plan_of(manifest: Mapping[str, Any]) -> Plan:
-    """The plan of the job that wrote the manifest; its files have no path."""
-    files = [InputFile(index=i, path="", **entry) for i, entry in enumerate(manifest["files"])]
-    settings = manifest["settings"]
-    return Plan(files, settings["output.chunk_rows"], settings.get("sampling.n", 1))
+    """The plan of the job that wrote the manifest; its files have no path. Raises BatchrunError if it is damaged."""
+    try:
+        files = [InputFile(index=i, path="", **entry) for i, entry in enumerate(manifest["files"])]
+        settings = manifest["settings"]
+        return Plan(files, settings["output.chunk_rows"], settings.get("sampling.n", 1))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise BatchrunError(
+            f"{MANIFEST} in the output folder is not a whole manifest of batchrun ({error!r}): use another output.path"
+        ) from error
 
 
 def write_manifest(folder: str | os.PathLike[str], manifest: Mapping[str, Any]) -> bool:

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from batchrun.data.derived import normalised
 from batchrun.data.disk import explained, is_temporary, remove_stale, sync, temporary
 from batchrun.data.manifest import plan_of, read_manifest
-from batchrun.data.store import GROUP_BYTES, GROUP_ROWS
+from batchrun.data.store import GROUP_BYTES, GROUP_ROWS, check_parts
 from batchrun.errors import ConfigError
 from batchrun.faults import fault
 
@@ -59,7 +59,8 @@ def merge_parts(folder: Path, target: Path, mib: int, compression: str, unique: 
 
     Rows keep their order, and files their schema with its metadata. With `unique`, rows whose completion equals that of
     one before them are left out. `target` appears whole or not at all. Raises ConfigError if the job is not finished or
-    `target` is there already, BatchrunError if the disk refuses.
+    `target` is there already, FingerprintMismatch for a file among the parts that is none, BatchrunError if the disk
+    refuses.
     """
     manifest = read_manifest(folder)
     if manifest is None:
@@ -90,7 +91,8 @@ def merge_parts(folder: Path, target: Path, mib: int, compression: str, unique: 
 
 
 def _parts(folder: Path, manifest: Mapping[str, Any]) -> list[Path]:
-    """Every part of the job in input order. Raises ConfigError if one is missing."""
+    """Every part of the job in input order. Raises ConfigError if one is missing or broken, FingerprintMismatch if one
+    is not the job's."""
     plan = plan_of(manifest)
     missing = np.setdiff1d(np.arange(plan.num_chunks), plan.present(folder))
     if len(missing):
@@ -99,7 +101,9 @@ def _parts(folder: Path, manifest: Mapping[str, Any]) -> list[Path]:
             f"{len(missing):,} of {plan.num_chunks:,} parts are not there yet ({', '.join(names)}): finish the "
             "job first"
         )
-    return [folder / chunk.part for chunk in plan.chunks()]
+    parts = [folder / chunk.part for chunk in plan.chunks()]
+    check_parts(parts, manifest["fingerprint"])
+    return parts
 
 
 def _write(parts: list[Path], folder: Path, size: int, compression: str, keep: Unique | None) -> int:

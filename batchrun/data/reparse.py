@@ -20,7 +20,7 @@ from batchrun.data.outputs import PARSING, with_features
 from batchrun.data.parsing import NO_PARSING, PARSE_ERROR, PARSED, Parser, Settings
 from batchrun.data.plan import STATE_FOLDER, Chunk
 from batchrun.data.runs import new_run_id
-from batchrun.data.store import Store
+from batchrun.data.store import Store, check_parts
 from batchrun.errors import ConfigError, FingerprintMismatch, InputError
 from batchrun.faults import fault
 
@@ -70,6 +70,7 @@ def reparse_parts(folder: Path, config: OutputConfig) -> Reparsed:
     with claim.held():
         store = Store(folder, manifest["fingerprint"], config.compression)
         chunks = _finished(folder, manifest)
+        check_parts((folder / chunk.part for chunk in chunks), manifest["fingerprint"])
         if chunks:
             _reparsed(pq.read_schema(folder / chunks[0].part).empty_table(), parser, manifest["settings"])
         _record(folder, parser.settings, whole=False)

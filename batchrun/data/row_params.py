@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -119,7 +120,7 @@ def _form(value: Any) -> dict[str, Any]:
 def _typed(key: str, value: Any) -> Any:
     """The value as the parameter's Python type, whole floats as integers. Raises ValueError."""
     hint = TYPES[key]
-    if hint is float and _is_number(value):
+    if hint is float and _is_number(value) and abs(value) <= sys.float_info.max:
         return float(value)
     if hint is int and _is_number(value) and value == int(value):
         return int(value)
@@ -132,10 +133,12 @@ def _typed(key: str, value: Any) -> Any:
     if typing.get_origin(hint) is dict and isinstance(value, Mapping):
         # A struct has a field for each key of any row: what is null is not this row's.
         numbers = {str(name): number for name, number in value.items() if number is not None}
-        if all(map(_is_number, numbers.values())):
+        if all(_is_number(number) and abs(number) <= sys.float_info.max for number in numbers.values()):
             return {name: float(number) for name, number in numbers.items()}
     raise ValueError(f"{key}={value!r} is not {_NAMES.get(hint) or getattr(hint, '__name__', hint)}")
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return isinstance(value, int) or math.isfinite(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from batchrun.data.disk import explained, is_temporary, remove_stale, sync, temporary
 from batchrun.data.outputs import footer
 from batchrun.data.plan import STATE_FOLDER, Chunk
-from batchrun.errors import BatchrunError, FingerprintMismatch
+from batchrun.errors import BatchrunError, ConfigError, FingerprintMismatch
 from batchrun.faults import fault
 
 GROUP_ROWS = 100_000
@@ -63,7 +63,7 @@ class Store:
         """
         path = self.folder / chunk.part
         try:
-            metadata = pq.read_metadata(path)
+            metadata = own_footer(path, self.fingerprint)
         except FileNotFoundError:
             return False
         except PermissionError as error:
@@ -73,11 +73,6 @@ class Store:
             return False
         found = metadata.metadata or {}
         expected = footer(self.fingerprint, chunk, source_name)
-        if found.get(b"batchrun.fingerprint") != expected[b"batchrun.fingerprint"]:
-            raise FingerprintMismatch(
-                f"{path} was made with other settings or other input, or not by batchrun: "
-                "use another output.path, or remove the file"
-            )
         if metadata.num_rows != chunk.results or not _same_rows(found, expected):
             logger.warning("%s does not hold %s of %s and will be made again", path, chunk, source_name)
             return False
@@ -105,6 +100,30 @@ class Store:
             fault("after_rename")
             sync(self.folder)
         return target
+
+
+def own_footer(path: Path, fingerprint: str) -> pq.FileMetaData:
+    """The footer of a part of the job with this fingerprint.
+
+    Raises FingerprintMismatch for a part of another job, or a file of that name that no job made; OSError or
+    ArrowException for one that cannot be read.
+    """
+    metadata = pq.read_metadata(path)
+    if (metadata.metadata or {}).get(b"batchrun.fingerprint") != fingerprint.encode():
+        raise FingerprintMismatch(
+            f"{path} was made with other settings or other input, or not by batchrun: "
+            "use another output.path, or remove the file"
+        )
+    return metadata
+
+
+def check_parts(paths: Iterable[Path], fingerprint: str) -> None:
+    """Raise FingerprintMismatch for a file that is no part of the job, ConfigError for a part that is broken."""
+    for path in paths:
+        try:
+            own_footer(path, fingerprint)
+        except (OSError, pa.ArrowException) as error:
+            raise ConfigError(f"{path} is broken: {error}: run the job again, which makes it anew") from error
 
 
 def _same_rows(found: dict[bytes, bytes], expected: dict[bytes, bytes]) -> bool:

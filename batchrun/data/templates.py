@@ -82,6 +82,8 @@ class Template:
             self._template.globals = dict(self._template.globals) | dict(variables)
         except jinja2.TemplateSyntaxError as error:
             raise InputError(f"{key}, line {error.lineno}: {error.message}") from error
+        except (SyntaxError, RecursionError, MemoryError) as error:  # of the Python that Jinja makes of it
+            raise InputError(f"{key} is nested too deeply: {getattr(error, 'msg', error)}") from error
         if any(True for _ in jinja2.meta.find_referenced_templates(tree)):
             raise InputError(f"{key} includes or imports another template: put the whole text in one template")
         self.whole_row = False

@@ -18,7 +18,7 @@ import torch
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from batchrun.engine.staging import upload
-from batchrun.engine.structure import StructuredOutputs
+from batchrun.engine.structure import StructuredOutputs, plain_error
 
 REMEMBERED_GRAMMARS = 1024
 
@@ -56,7 +56,7 @@ class Constraint:
     @property
     def error(self) -> str:
         """Why the row cannot go on; empty if it can."""
-        return self.matcher.get_error()
+        return plain_error(self.matcher.get_error())
 
     def take(self, token: int) -> None:
         """The row has this token next. One that the form does not allow is an `error`."""
@@ -120,7 +120,7 @@ class Constraints:
         if matcher is None:
             matcher = LLMatcher(self._prepared_tokenizer(), form.compiled(), log_level=0)
             if matcher.is_error():
-                raise ValueError(f"{form.kind} cannot be used: {matcher.get_error()}")
+                raise ValueError(f"{form.kind} cannot be used: {plain_error(matcher.get_error())}")
             self._matchers[form] = matcher
             if len(self._matchers) > REMEMBERED_GRAMMARS:
                 self._matchers.popitem(last=False)

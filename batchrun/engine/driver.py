@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import os
 import queue
 import threading
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
@@ -53,6 +55,7 @@ class Driver:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
         atexit.register(self.close)
+        _drivers.add(self)
 
     def next_number(self) -> int:
         """A number for a request to submit."""
@@ -193,6 +196,17 @@ class Driver:
             self._end(BatchrunError("this LLM is closed: make a new one"))
             self.engine.close()
 
+    def leave_to_parent(self) -> None:
+        """In a fork of the process: there is no thread here that would obey, and the engine is not this process's."""
+        atexit.unregister(self.close)
+        self._orders = queue.SimpleQueue()
+        self._wake = _nothing
+        self._outboxes.clear()
+        self.ended = BatchrunError(
+            "this process is a fork of the one that made the LLM, whose engine stays there: make the LLM in the "
+            "process that uses it, or start processes with multiprocessing's spawn"
+        )
+
     def _end(self, why: BatchrunError) -> None:
         self.ended = why
         for outbox in set(self._outboxes.values()):
@@ -202,3 +216,14 @@ class Driver:
 
 def _nothing() -> None:
     pass
+
+
+_drivers: weakref.WeakSet[Driver] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for driver in list(_drivers):
+        driver.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -144,8 +144,9 @@ def _settle(tokenizer: Any, head: _Head) -> None:
     made = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["type"]
     if made != ALGORITHMS.get(kind):
         raise ConfigError(
-            f"{head.path}: its tokenizer is {ALGORITHMS.get(kind, kind)}, and this release of transformers makes {made} "
-            "of it, which gives other tokens: update transformers, or set model.tokenizer to the original's folder or hub id"
+            f"{head.path}: its tokenizer is {ALGORITHMS.get(kind, kind)}, and this release of transformers makes "
+            f"{made} of it, which gives other tokens: update transformers, or set model.tokenizer to the original's "
+            "folder or hub id"
         )
     if (end := head.value("tokenizer.ggml.eos_token_id")) is not None:
         tokenizer.eos_token = head.token(end)

@@ -73,7 +73,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt | Request],
+        prompts: Prompt | Iterable[Prompt | Request],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         stop_when: StopWhen | None = None,
@@ -85,7 +85,7 @@ class LLM:
         A prompt that cannot run gives a completion with finish_reason "error"; the others are not touched.
         `stop_when` is as for `stream`.
         """
-        many = several(prompts)
+        many = list(several(prompts))
         if isinstance(params, Sequence) and len(params) != len(many):
             raise ValueError(
                 f"{len(many)} prompts and {len(params)} sampling parameters: give one for all, or one each"

@@ -112,20 +112,32 @@ def make_pool(
     budget = kv_budget(config, layout, dtype, max_model_len, device, sharers, left)
     size = _block_size(config)
     block_bytes = layout.block_bytes(size, dtype)
+    memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else psutil.virtual_memory().total
+    if budget > memory:
+        asked = _size_setting(config)
+        raise ConfigError(
+            f"engine.{asked}={getattr(config, asked)} asks for {budget / GIB:.1f} GiB of KV cache, and {device} has "
+            f"{memory / GIB:.1f} GiB of memory: lower it"
+        )
     blocks = int(budget // block_bytes)
     if blocks < 2 * layout.num_tables:
         raise ConfigError(
             f"{budget / GIB:.3f} GiB for the KV cache hold fewer than {2 * layout.num_tables} blocks of "
-            f"{block_bytes / GIB:.3f} GiB: raise engine.kv_cache_gib or lower engine.block_size"
+            f"{block_bytes / GIB:.3f} GiB: raise engine.{_size_setting(config)} or lower engine.block_size"
         )
     log.info("KV cache: %d blocks of %d tokens, %.2f GiB", blocks, size, blocks * block_bytes / GIB)
     pool = BlockPool(blocks, size, config.prefix_caching, layout.groups)
     if (longest := pool.longest_row(max_model_len, config.max_batched_tokens)) < max_model_len:
         log.warning(
             "the KV cache holds rows of %d tokens, fewer than the model's %d: longer rows are cut or refused; "
-            "raise engine.kv_cache_gib", longest, max_model_len,
+            "raise engine.%s", longest, max_model_len, _size_setting(config),
         )  # fmt: skip
     return pool
+
+
+def _size_setting(config: EngineConfig) -> str:
+    """Which setting the size of the cache follows."""
+    return "kv_cache_gib" if config.num_blocks is None else "num_blocks"
 
 
 def _block_size(config: EngineConfig) -> int:

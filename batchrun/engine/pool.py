@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import logging
 import multiprocessing
+import os
 import queue
 import threading
 from collections import deque
@@ -95,6 +96,7 @@ class EnginePool:
             self._workers.append(Worker(number, process, here))
         # Workers ignore SIGTERM, which may be meant to drain the whole job, and multiprocessing's own exit sends that
         # and waits: a pool that nobody closed would keep its process from ending.
+        self._pid = os.getpid()
         atexit.register(self._kill)
         for worker in self._workers:
             self._await_start(worker)
@@ -289,6 +291,8 @@ class EnginePool:
             raise failure
 
     def _kill(self) -> None:
+        if os.getpid() != self._pid:  # a fork of the process: the workers are its parent's
+            return
         for worker in self._workers:
             worker.process.kill()
 

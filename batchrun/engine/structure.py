@@ -6,9 +6,10 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from llguidance import LLMatcher, grammar_from
+from llguidance import LLMatcher, LLTokenizer, grammar_from
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -62,6 +63,11 @@ class StructuredOutputs:
         if failed:
             where = _place(json.loads(str(self.json)), messages[0]) if self.json is not None else None
             raise ValueError(f"{self.kind} cannot be used: {messages[0].strip()}{f' (at {where})' if where else ''}")
+        # Some grammars are well formed and stand for no text: that shows where the first character is asked for.
+        matcher = LLMatcher(_characters(), grammar, log_level=0)
+        matcher.compute_logit_bias()
+        if matcher.is_error():
+            raise ValueError(f"{self.kind} cannot be used: {plain_error(matcher.get_error())}")
         return grammar
 
     def _grammar(self) -> str:
@@ -77,6 +83,17 @@ class StructuredOutputs:
         if self.regex is not None:
             return LLMatcher.grammar_from_regex(self.regex)
         return grammar_from("grammar", str(self.grammar))
+
+
+def plain_error(message: str) -> str:
+    """An error of llguidance without the state of its parser, which has times in it and differs from run to run."""
+    message = message.partition("\n<state>")[0].strip()
+    return "there is no text of this form" if message == "NoExtensionBias" else message
+
+
+@cache
+def _characters() -> LLTokenizer:
+    return LLTokenizer("byte")
 
 
 def _schema_text(schema: Any) -> str:

@@ -22,10 +22,11 @@ from batchrun.engine.model import choose_device, choose_dtype
 from batchrun.engine.params import Completion
 from batchrun.engine.pooler import Pooler
 from batchrun.engine.stats import StepStats
-from batchrun.errors import BatchrunError
+from batchrun.errors import BatchrunError, ConfigError
 
 SMALL_MODEL_BYTES = 2**31
 ROWS_PER_THREAD = 48
+PER_CORE = 4  # processes, or threads, beyond which a typing error is likelier than a reason
 TEAM_THREADS = 2  # of compiled layers: with two, an engine was faster than two engines; more were not measured
 
 
@@ -54,11 +55,18 @@ def place_workers(
 
     With `engine.workers=auto`: one per GPU; on a CPU, for a model so small that its products are faster in few threads
     than more threads' meetings, one per core, or per two where layers are compiled, if there are rows enough for all;
-    else one with all cores. `encodes`: the engines give vectors of texts.
+    else one with all cores. `encodes`: the engines give vectors of texts. Raises ConfigError for processes or threads
+    that could only wait for each other.
     """
     device = choose_device(checkpoint.model.device)
     cores = _cores()
     threads = config.num_threads or len(cores)
+    for key, number in (("workers", 1 if config.workers == "auto" else int(config.workers)), ("num_threads", threads)):
+        if number > PER_CORE * len(cores):
+            raise ConfigError(
+                f"engine.{key}={number} is more than {PER_CORE} for each of the {len(cores)} CPU cores that this "
+                "process may use: lower it"
+            )
     if config.workers != "auto":
         count = int(config.workers)
     elif device.type == "cuda":

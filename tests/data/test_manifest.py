@@ -154,3 +154,9 @@ def test_settings_that_may_differ_are_not_compared() -> None:
 def test_the_plan_can_be_had_from_the_manifest() -> None:
     manifest = json.loads(json.dumps(build_manifest({"output.chunk_rows": 2}, files(5, 0, 4))))
     assert list(plan_of(manifest).chunks()) == list(Plan(files(5, 0, 4), 2).chunks())
+
+
+@pytest.mark.parametrize("manifest", [{}, {"files": []}, {"files": [{"name": "a"}], "settings": {}}, {"files": 5}])
+def test_a_manifest_without_its_plan_is_refused(manifest: dict[str, Any]) -> None:
+    with pytest.raises(BatchrunError, match="is not a whole manifest of batchrun"):
+        plan_of(manifest)

@@ -18,7 +18,7 @@ from batchrun.data.outputs import OutputSchema, RowResult
 from batchrun.data.plan import Plan
 from batchrun.data.sources import InputFile
 from batchrun.data.store import Store
-from batchrun.errors import BatchrunError, ConfigError
+from batchrun.errors import BatchrunError, ConfigError, FingerprintMismatch
 
 FEATURES = {
     "id": {"dtype": "int64", "_type": "Value"},
@@ -90,6 +90,18 @@ def test_an_unfinished_job_is_refused(output: Path, tmp_path: Path) -> None:
         merge_parts(output, tmp_path / "merged", 512, "zstd")
     with pytest.raises(ConfigError, match="no manifest"):
         merge_parts(tmp_path, tmp_path / "merged", 512, "zstd")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_what_is_no_part_of_the_job_is_not_merged(output: Path, tmp_path: Path) -> None:
+    part = output / "part-00002-000001.parquet"
+    whole = part.read_bytes()
+    pq.write_table(pa.table({"id": [1]}), part)
+    with pytest.raises(FingerprintMismatch, match=r"part-00002-000001\.parquet was made with other settings"):
+        merge_parts(output, tmp_path / "merged", 512, "zstd")
+    part.write_bytes(whole[:-100])
+    with pytest.raises(ConfigError, match=r"part-00002-000001\.parquet is broken: .*run the job again"):
+        merge_parts(output, tmp_path / "merged", 512, "zstd")
     assert not (tmp_path / "merged").exists()
 
 

@@ -49,6 +49,10 @@ def test_parameters_of_a_row() -> None:
         ({"bad_words": [""]}, "sampling.bad_words="),
         ({"min_p": 2}, "sampling.min_p=2"),
         ({"logprobs": 1.5}, "logprobs=1.5 is not int"),
+        ({"top_k": 10**23}, "sampling.top_k=1.* at least 0 and at most 2147483647"),
+        ({"max_tokens": 10**400}, "sampling.max_tokens=1.* at least 1 and at most 2147483647"),
+        ({"temperature": 10**400}, "temperature=1.* is not float"),
+        ({"logit_bias": {"yes": 10**400}}, "logit_bias=.* is not an object of numbers"),
     ],
 )
 def test_what_no_setting_allows(value: object, message: str) -> None:

@@ -80,6 +80,20 @@ def test_syntax_error_has_its_line(text: str) -> None:
         template(text, "text")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ " + "(" * 2000 + "text" + ")" * 2000 + " }}",
+        "{% if text %}" * 150 + "x" + "{% endif %}" * 150,
+        "{% for a in text %}" * 30 + "x" + "{% endfor %}" * 30,
+    ],
+    ids=["brackets", "conditions", "loops"],
+)
+def test_a_template_that_python_cannot_compile_is_refused(text: str) -> None:
+    with pytest.raises(InputError, match=r"prompt\.template is nested too deeply: "):
+        template(text, "text")
+
+
 @pytest.mark.parametrize("text", ["{% include 'x' %}", "{% import 'x' as x %}", "{% extends 'x' %}"])
 def test_other_templates_are_refused(text: str) -> None:
     with pytest.raises(InputError, match="includes or imports another template"):

@@ -396,6 +396,9 @@ UNUSABLE: list[tuple[dict[str, Any], str]] = [
     ({"json": {"anyOf": [{"type": "null"}, {"type": "string", "format": "soup"}]}}, r"soup \(at \$\.anyOf\[1\]\)"),
     ({"json": {"items": {"$ref": "#/$defs/x"}}}, r"at \$\.items\)"),
     ({"json": {"properties": {"a": {"pattern": "(?=x)"}}}}, r"look-around.*\(at \$\.properties\.a\)"),
+    ({"json": {"$ref": "#"}}, r"there is no text of this form$"),
+    ({"grammar": "start: start"}, r"there is no text of this form$"),
+    ({"json": {"type": "object", "properties": {"a": False}, "required": ["a"]}}, r"'a' is unsatisfiable$"),
 ]
 
 

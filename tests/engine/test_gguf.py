@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from batchrun.config import ModelConfig
+from batchrun.config import EngineConfig, ModelConfig
 from batchrun.engine import gguf as reading
 from batchrun.engine.checkpoint import Checkpoint, eos_token_ids, generation_defaults, load_tokenizer, open_checkpoint
 from batchrun.engine.gguf import loading_options, unpack_head
@@ -93,7 +93,7 @@ def test_the_type_of_numbers_is_that_of_the_file(
     kind: str | None, dtype: torch.dtype, wide: Path, tmp_path: Path
 ) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", wide, None if kind is None else gguf.GGMLQuantizationType[kind])
-    assert choose_dtype("auto", opened(path), torch.device("cuda")) == dtype
+    assert choose_dtype("auto", opened(path), torch.device("cuda"), EngineConfig()) == dtype
 
 
 @pytest.mark.parametrize(("splits", "pieces"), [("smollm", ["a", "Ġ", "1", "2"]), ("gpt-2", ["a", "Ġ12"])])

@@ -66,6 +66,8 @@ def test_a_value_out_of_range_is_named(llama: Path) -> None:
 def test_a_cache_without_room_is_refused_with_the_remedy(llama: Path) -> None:
     with pytest.raises(ConfigError, match=r"raise engine\.kv_cache_gib or lower engine\.block_size"):
         LLM(str(llama), device="cpu", kv_cache_gib=1e-6)
+    with pytest.raises(ConfigError, match=r"engine\.num_blocks=1000000000000 asks for .* GiB of memory: lower it"):
+        LLM(str(llama), device="cpu", num_blocks=10**12)
 
 
 def test_text_and_ids_are_the_same_prompt(llm: LLM) -> None:
@@ -84,6 +86,14 @@ def test_completions_come_in_the_order_of_the_prompts(llm: LLM) -> None:
     assert [completion.key for completion in done] == list(range(6))
     assert [len(completion.token_ids) for completion in done] == [12, 10, 8, 6, 4, 2]
     assert_idle(engine_of(llm))
+
+
+def test_prompts_of_an_iterator_are_all_completed(llm: LLM) -> None:
+    prompts = [random_prompt(seed, 8) for seed in range(3)]
+    few = SamplingParams(max_tokens=2)
+    found = llm.generate(iter(prompts), few)
+    assert [c.token_ids for c in found] == [c.token_ids for c in llm.generate(prompts, few)]
+    assert len(found) == 3
 
 
 def test_samples_of_a_prompt_come_one_after_the_other(llm: LLM) -> None:

@@ -26,7 +26,7 @@ from batchrun.engine.model import UnsupportedModel
 from batchrun.engine.params import Completion, Request, SamplingParams
 from batchrun.engine.pool import EnginePool
 from batchrun.engine.worker import Placement, place_workers
-from batchrun.errors import BatchrunError
+from batchrun.errors import BatchrunError, ConfigError
 from tests.engine.families import load, make_model, random_prompt
 
 CONFIG = EngineConfig(num_blocks=256, max_num_seqs=16, workers="2", num_threads=2)
@@ -199,8 +199,19 @@ def test_where_workers_run(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert place_workers(checkpoint, auto, rows=None) == one
     two = place_workers(checkpoint, replace(auto, workers="2"), rows=1)
     assert two == [Placement("cpu", (0, 1), 2), Placement("cpu", (2, 3), 2)]
+    assert len(place_workers(checkpoint, replace(auto, workers="16"), rows=1)) == 16
     monkeypatch.setattr(worker_module, "SMALL_MODEL_BYTES", 10)
     assert place_workers(checkpoint, auto, rows=1000) == one
+
+
+@pytest.mark.parametrize("change", [{"workers": "17"}, {"workers": "999999999999"}, {"num_threads": 17}])
+def test_more_workers_or_threads_than_cores_can_serve_are_refused(
+    change: dict[str, Any], llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "_cores", lambda: (0, 1, 2, 3))
+    ((key, value),) = change.items()
+    with pytest.raises(ConfigError, match=rf"engine\.{key}={value} is more than 4 for each of the 4 CPU cores"):
+        place_workers(open_folder(llama), replace(EngineConfig(), **change), rows=1000)
 
 
 def test_the_library_door_stays_in_its_process_unless_asked(llama: Path) -> None:
