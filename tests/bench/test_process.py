@@ -100,7 +100,7 @@ def test_a_killed_bench_leaves_no_engine_behind(around: Surroundings, tmp_path: 
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     root = Path(__file__).parents[2]
-    paths = os.pathsep.join([str(root), os.environ["PYTHONPATH"]])
+    paths = os.pathsep.join([str(root), str(root / "kernels"), os.environ["PYTHONPATH"]])
     done = subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": paths}, stdout=subprocess.PIPE, check=False
     )
