@@ -133,7 +133,8 @@ def test_openvino_runs_each_workload_in_a_pipeline_that_has_only_warmed_up(tiny:
     module.__version__, module.ContinuousBatchingPipeline = "9", Pipeline
     module.SchedulerConfig = module.GenerationConfig = SimpleNamespace
     monkeypatch.setitem(sys.modules, "openvino_genai", module)
-    monkeypatch.setitem(sys.modules, "openvino", SimpleNamespace(Tensor=lambda array: array))
+    core = SimpleNamespace(get_property=lambda device, name: ["FP32", "BF16"])
+    monkeypatch.setitem(sys.modules, "openvino", SimpleNamespace(Tensor=lambda array: array, Core=lambda: core))
     Pipeline.made = []
     engine = openvino_engine.Engine(settings("openvino:max_num_seqs=8", tiny, dtype="bfloat16", kv_cache_gib=2.0))
     engine.generate(ROWS[:1])

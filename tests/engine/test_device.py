@@ -57,7 +57,7 @@ def test_a_model_is_loaded_and_tried_on_its_own_device(
     class Reached(Exception):
         pass
 
-    def reached(*given: Any) -> None:
+    def reached(*given: Any, **named: Any) -> None:
         raise Reached(*entered)
 
     monkeypatch.setattr(loading, "choose_device", lambda name: SECOND)

@@ -20,6 +20,7 @@ from batchrun.engine.params import Request, SamplingParams
 from batchrun.errors import ConfigError
 from tests.engine.adapters import make_adapter, merged
 from tests.engine.families import assert_idle, engine_of, generate, load, make_model, make_optimistic, random_prompt
+from tests.engine.test_quantized import needs_exact
 
 MAX_TOKENS = 12
 SHARED = random_prompt(0, 34)
@@ -164,6 +165,7 @@ def test_continuations_are_scored_with_the_adapter(case: Callable[[str], Case]) 
         assert torch.allclose(found, logprobs[at, torch.tensor(following)].double(), atol=1e-4)
 
 
+@needs_exact
 def test_adapters_beside_int8_weights(case: Callable[[str], Case]) -> None:
     """The adapter itself is not rounded: the logits move as far from the base model's as they should."""
     this = case("llama")

@@ -28,6 +28,7 @@ def test_equals_the_reference_in_double(dtype: torch.dtype, shape: tuple[int, in
     assert out[:, [0, -1]].isnan().all()
 
 
+@pytest.mark.usefixtures("sums_in_one_order")
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_the_bits_of_a_row_do_not_depend_on_the_others(dtype: torch.dtype) -> None:
     x, weight, bias = inputs(150, 70, 300, dtype)

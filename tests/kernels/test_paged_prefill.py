@@ -95,6 +95,7 @@ def test_a_sequence_does_not_depend_on_its_neighbours() -> None:
 
 
 # Lengths of a tile and around it; more queries than a program has rows; windows that begin in later tiles.
+@pytest.mark.usefixtures("sums_in_one_order")
 @pytest.mark.parametrize(
     ("scoring", "dtype"),
     [
