@@ -17,6 +17,7 @@ from batchrun.engine.attention.registry import attention_backend, cache_backend,
 from batchrun.engine.bursts import Bursts, StepCosts
 from batchrun.engine.checkpoint import Checkpoint, eos_token_ids
 from batchrun.engine.compiled import can_compile, compile_layers
+from batchrun.engine.compiling import tell_of_compiling
 from batchrun.engine.device import current, runs_triton
 from batchrun.engine.device_memory import CudaMeter, DeviceMemory, measure_memory
 from batchrun.engine.encoder import Encoder
@@ -74,6 +75,8 @@ def load_single(
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     device = choose_device(checkpoint.model.device)
+    if device.type == "cpu":
+        tell_of_compiling()
     with current(device):
         return _load(checkpoint, tokenizer, config, sharers, pooler, device)
 

@@ -92,8 +92,8 @@ def _interpreter() -> Iterator[None]:
 
 @pytest.fixture
 def sums_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests that compare bits of rows: the library behind the interpreter's products sums a row in an order that may
-    follow from its place in the tile (so it does on processors without AVX512), which float64 hides."""
+    """For tests that compare bits of rows: the library behind the interpreter's products sums a row in an order that
+    may follow from its place in the tile (so it does on processors without AVX512), which float64 hides."""
 
     def dot(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, d: TensorHandle, *rest: object) -> TensorHandle:
         wide = (self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
