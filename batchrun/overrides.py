@@ -71,8 +71,9 @@ def _is_optional(hint: Any) -> bool:
     return isinstance(hint, types.UnionType)
 
 
-LEAVES = {key: _value_type(hint) for key, hint in leaf_types().items()}
-OPTIONAL = {key for key, hint in leaf_types().items() if hint is Any or _is_optional(hint)}
+_TYPES = leaf_types()
+LEAVES = {key: _value_type(hint) for key, hint in _TYPES.items()}
+OPTIONAL = {key for key, hint in _TYPES.items() if hint is Any or _is_optional(hint)}
 
 
 def translate(arguments: Iterable[str], options: Mapping[str, Sequence[str]]) -> list[str]:

@@ -54,13 +54,16 @@ def _round_as_hardware() -> None:
     InterpreterBuilder.create_fp_to_fp = to_fp8
 
 
+def _wide(builder: InterpreterBuilder, x: TensorHandle) -> TensorHandle:
+    return builder.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x
+
+
 def _widen_bf16_dot() -> None:
     """The interpreter multiplies the bit patterns of bf16 operands as integers."""
     dot = InterpreterBuilder.create_dot
 
     def widened(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, *rest: object) -> TensorHandle:
-        a, b = (self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
-        return dot(self, a, b, *rest)
+        return dot(self, _wide(self, a), _wide(self, b), *rest)
 
     InterpreterBuilder.create_dot = widened
 
@@ -96,8 +99,7 @@ def sums_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
     may follow from its place in the tile (so it does on processors without AVX512), which float64 hides."""
 
     def dot(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, d: TensorHandle, *rest: object) -> TensorHandle:
-        wide = (self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
-        product = np.matmul(*(x.data.astype(np.float64) for x in wide)).astype(np.float32)
+        product = np.matmul(*(_wide(self, x).data.astype(np.float64) for x in (a, b))).astype(np.float32)
         return TensorHandle(product + d.data, d.dtype.scalar)
 
     monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
