@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from batchrun.engine.linear import FLOATS
+from batchrun.engine.linear import holds_floats
 from batchrun.engine.mlp import ACTIVATIONS, GatedMLP
 
 PROBE_TOKENS = 11
@@ -83,7 +83,7 @@ def _has_known_parts(module: Any) -> bool:
     weights = dict(module.named_parameters(recurse=False))
     if set(weights) != {"gate_up_proj", "down_proj"} or any(weight.dim() != 3 for weight in weights.values()):
         return False
-    if any(type(weight) is not torch.nn.Parameter or weight.dtype not in FLOATS for weight in weights.values()):
+    if not all(map(holds_floats, weights.values())):
         return False
     experts, hidden, inner = weights["down_proj"].shape
     return weights["gate_up_proj"].shape == (experts, 2 * inner, hidden) and (

@@ -14,6 +14,7 @@ from batchrun_kernels.cpu.after import NONE
 PACK_ROWS = 256  # the batch size that the packed layout is chosen for
 HEAD_ROWS = 128  # rows of the LM head at once: more, and the logits leave the cache
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+PLAIN: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)
 KERNELS = (matrix, product)  # which can read depends on the processor, which decides the packed layout too
 PROBE_ROWS = 7
 PROBE_ERROR = 0.02  # relative; both round to bfloat16
@@ -22,9 +23,12 @@ PROBE_ERROR = 0.02  # relative; both round to bfloat16
 def is_plain(module: Any) -> bool:
     """Whether a module computes with a weight of ordinary floats: libraries that quantise put integers, or tensors of
     types of their own, into a `Linear`, or another forward."""
-    weight: Any = getattr(module, "weight", None)
-    floats = type(weight) in (torch.Tensor, torch.nn.Parameter) and weight.dtype in FLOATS
-    return floats and "forward" not in vars(module)
+    return holds_floats(getattr(module, "weight", None)) and "forward" not in vars(module)
+
+
+def holds_floats(weight: Any) -> bool:
+    """Whether it is a tensor of ordinary floats, not one of a library's own type."""
+    return type(weight) in PLAIN and weight.dtype in FLOATS
 
 
 class PackedLinear(torch.nn.Module):

@@ -196,7 +196,16 @@ def load_module(
     _check_report(options.path, report, unused)
     if checkpoint.adapter is not None:
         merge(module, checkpoint.adapter)
+    _ask_nothing_of_padding(module)
     return module if placed else module.to(device)
+
+
+def _ask_nothing_of_padding(module: Any) -> None:
+    """GPT-2 and some encoders look for padding among the ids of each forward, to warn: a GPU's host waits for that, and
+    a step that does so cannot be recorded."""
+    for each in module.modules():
+        if hasattr(each, "warn_if_padding_and_no_attention_mask"):
+            each.warn_if_padding_and_no_attention_mask = lambda *_: None
 
 
 def _check_report(name: str | None, report: dict[str, Any], unused: tuple[str, ...]) -> None:
