@@ -7,6 +7,7 @@ shapes torch treats apart, and one for all others. Both are made when the model 
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from typing import Any
@@ -74,6 +75,8 @@ def compile_layers(model: Any) -> int:
     AttentionInterface.register(hook.NAME, torch.compiler.disable(hook.paged_attention))
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True)
+    # An engine that is gone gives torch its threads back once it is collected: the compiler takes that for an error.
+    gc.collect()
     try:
         found = _probe(model)
     except Exception as error:  # of any kind: the compiler's own, and those of the code that it makes

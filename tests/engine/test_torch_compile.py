@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -108,3 +112,35 @@ def test_a_gpu_needs_triton(llama: Path) -> None:
         torch_compile.check_compile(Config().engine, checkpoint, torch.device("mps"), encodes=False)
     with pytest.raises(ConfigError, match="not there for a model that gives vectors"):
         torch_compile.check_compile(Config().engine, checkpoint, torch.device("cpu"), encodes=True)
+
+
+@needs_compiler
+def test_engines_that_are_gone_do_not_disturb_the_compiler(
+    family_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One in a cycle, whose end sets torch's threads, is left when compiling begins."""
+    from torch._dynamo import convert_frame
+
+    probe, compiler = torch_compile._probe, convert_frame.setup_compile_debug
+    collected = Mock(wraps=gc.collect)
+
+    def leaving(model: Any) -> list[torch.Tensor]:
+        found = probe(model)
+        if not collected.called:
+            gone = Mock()
+            gone.itself = gone
+            weakref.finalize(gone, torch.set_num_threads, 2)
+        return found
+
+    def collecting() -> Any:  # while it traces
+        collected()
+        return compiler()
+
+    monkeypatch.setattr(torch_compile, "_probe", leaving)
+    monkeypatch.setattr(convert_frame, "setup_compile_debug", collecting)
+    gc.disable()
+    try:
+        with load(family_folder("llama"), fused_layers=False, torch_compile=True, max_batched_tokens=16):
+            assert collected.called
+    finally:
+        gc.enable()
