@@ -64,7 +64,7 @@ class OnDevice(torch.Tensor):
         return False
 
     def tolist(self) -> Any:
-        return self._host.tolist()
+        return self.cpu().tolist()
 
     def data_ptr(self) -> int:
         return self._host.data_ptr()
@@ -159,15 +159,9 @@ class Graph:
 class _Values(TorchFunctionMode):
     """Numbers of Python that are sent to the device: torch would ask it for memory itself."""
 
-    def __init__(self, there: Device) -> None:
-        super().__init__()
-        self._there = there
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
         device = given.get("device")
-        if func is torch.Tensor.tolist and isinstance(args[0], OnDevice):
-            self._there.note("item", ())
         if func not in (torch.tensor, torch.as_tensor) or device is None or torch.device(device).type != CUDA.type:
             return func(*args, **given)
         if isinstance(args[0], torch.Tensor):
@@ -191,15 +185,16 @@ class _Mode(TorchDispatchMode):
         there = [x for x in leaves if isinstance(x, OnDevice)]
         devices = [x for x in leaves if isinstance(x, torch.device)]
         is_there = devices[0].type != "cpu" if devices else bool(there)  # `x.to(y)` asks y below Python: meta
+        non_blocking = kwargs.get("non_blocking", False) or any(x is True for x in args[2:])
         if name == "aten::copy_":
             is_there = isinstance(args[0], OnDevice)
             host = [x for x in args[:2] if not isinstance(x, OnDevice)]
             if len(host) == 1:
-                self._there.note_copy(host[0], kwargs.get("non_blocking", False) or True in args[2:])
-        elif name in MOVES:
-            if is_there != bool(there):
-                self._move(args, kwargs, to_device=is_there)
-                args = (_inner(args[0]).clone(), *args[1:])
+                self._there.note_copy(host[0], non_blocking)
+        elif name in MOVES and is_there != bool(there):
+            moved = _inner(args[0])
+            self._there.note_copy(moved, non_blocking)
+            args = (moved.clone(), *args[1:])
         elif there:
             host = [x for x in leaves if isinstance(x, torch.Tensor) and not isinstance(x, OnDevice) and x.ndim]
             assert not host, f"{name}: tensors on {CUDA} and on the host, {[x.shape for x in host]}"
@@ -222,12 +217,6 @@ class _Mode(TorchDispatchMode):
         elif self._there.captured is not None and (is_there or there):
             self._there.captured.note(func, args, kwargs, result, changes)
         return tree_map(outer, result)
-
-    def _move(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, to_device: bool) -> None:
-        if to_device:
-            self._there.note_copy(args[0], kwargs.get("non_blocking", False) or True in args[2:])
-        else:
-            self._there.note_copy(torch.empty(0), non_blocking=False)
 
 
 def _inner(value: Any) -> Any:
@@ -262,11 +251,11 @@ def pretended() -> Iterator[Device]:
     run = Thread.run
 
     def run_there(self: Thread) -> None:
-        with _Values(there), _Mode(there):
+        with _Values(), _Mode(there):
             run(self)
 
     properties = MagicMock(multi_processor_count=8, total_memory=MEMORY)
-    with pytest.MonkeyPatch.context() as patch, _Values(there), _Mode(there):
+    with pytest.MonkeyPatch.context() as patch, _Values(), _Mode(there):
         patch.setattr(GridExecutor, "__call__", launch)
         patch.setattr(Thread, "run", run_there)
         patch.setattr(linear, "PLAIN", (*linear.PLAIN, OnDevice))
